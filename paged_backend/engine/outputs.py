@@ -1,0 +1,75 @@
+"""What comes out of the engine: `SequenceDelta` per step (streams are made of these) and the whole `RequestOutput`.
+
+Knows no engine and no server; `RequestOutput` has the fields vLLM's users know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, frozen=True)
+class TextSpan:
+    """How a stateless detokenizer finds a delta's text: `decode(token_ids)[start:end]` is exactly it.
+
+    `token_ids` is a short window of the output that begins where decoding can begin without losing a space or half a
+    character; `start` and `end` count characters of the decoded window.
+    """
+
+    token_ids: list[int]
+    start: int
+    end: int
+
+
+@dataclass(slots=True, frozen=True)
+class SequenceDelta:
+    """What one step added to one sequence.
+
+    Attributes:
+        request_id, index: whose; `index` counts the request's sequences from 0.
+        token_ids: new tokens; empty when the request was aborted.
+        text: new text; may be empty while a character or a possible stop string is incomplete.
+        span: where a stateless detokenizer finds `text`; None when `text` is empty.
+        finish_reason: None while it goes on, else `stop`, `length`, `abort` or `error`.
+        stop_reason: the stop string or stop token id that ended it, else None.
+        request_finished: true on the request's last delta, and only there.
+    """
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    text: str
+    span: TextSpan | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    request_finished: bool = False
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One finished output of a request. `text` leaves out the stop string unless it was asked for."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def extend(self, delta: SequenceDelta) -> None:
+        """Append one step's delta."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A whole request: its prompt and its outputs, in the order of their index."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    num_cached_tokens: int = 0

@@ -1,0 +1,129 @@
+"""`Request` (one client request) and its `Sequence`s, with the one table of status transitions.
+
+One idea carries the engine: a sequence's `num_computed_tokens` chases its `num_tokens`. Prefill, chunked prefill,
+decode and recomputation after preemption are all "compute the next tokens". This module knows no blocks, no torch
+and no text.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import time
+from typing import NamedTuple
+
+from paged_backend.sampling_params import SamplingParams
+
+_next_seq_id = itertools.count(1)
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+_TRANSITIONS = {
+    RequestStatus.WAITING: {RequestStatus.RUNNING, RequestStatus.FINISHED},
+    RequestStatus.RUNNING: {RequestStatus.PREEMPTED, RequestStatus.FINISHED},
+    RequestStatus.PREEMPTED: {RequestStatus.RUNNING, RequestStatus.FINISHED},
+    RequestStatus.FINISHED: set(),
+}
+
+
+class FinishReason(NamedTuple):
+    """Why a sequence ended: `kind` is `stop`, `length`, `abort` or `error`; `stop_reason` is the stop string or
+    stop token id that did it, None for the end-of-sequence token and for the other kinds (vLLM's convention)."""
+
+    kind: str
+    stop_reason: str | int | None = None
+
+
+class Sequence:
+    """The tokens of one output of a request: its prompt, what was generated, and how far the KV cache has come."""
+
+    __slots__ = ("finish", "index", "num_computed_tokens", "num_prompt_tokens", "request", "seed", "seq_id", "token_ids")
+
+    def __init__(self, request: Request, index: int, seed: int) -> None:
+        self.request = request
+        self.index = index
+        self.seed = seed
+        self.seq_id = next(_next_seq_id)
+        self.token_ids: list[int] = list(request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0
+        self.finish: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and generated."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated tokens."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Generated tokens, as a new list."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+
+class Request:
+    """One client request.
+
+    Args:
+        request_id: unique among the engine's live requests.
+        prompt_token_ids: at least one token.
+        params: how to sample and when to stop.
+        seed: 64-bit seed (the client's, or a fresh one).
+        max_total_tokens: prompt plus output tokens at which the sequence ends with reason `length`.
+        prompt: the prompt's text, None if it came as token ids.
+
+    Times are `time.monotonic()` seconds, stamped on the transition: `arrival_time`, `first_scheduled_time`,
+    `first_token_time`, `finish_time`.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        max_total_tokens: int,
+        prompt: str | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.max_total_tokens = max_total_tokens
+        self.status = RequestStatus.WAITING
+        self.num_preemptions = 0
+        self.num_cached_tokens = 0
+        self.arrival_time = time.monotonic()
+        self.first_scheduled_time: float | None = None
+        self.first_token_time: float | None = None
+        self.finish_time: float | None = None
+        self.sequences = [Sequence(self, 0, seed)]
+
+    def live_sequences(self) -> list[Sequence]:
+        """The sequences that have not ended."""
+        return [sequence for sequence in self.sequences if sequence.finish is None]
+
+    def transition(self, status: RequestStatus) -> None:
+        """Move to `status` and stamp the time; a move the table does not allow is a fault of ours."""
+        if status not in _TRANSITIONS[self.status]:
+            raise AssertionError(f"request {self.request_id}: {self.status.name} -> {status.name} is not allowed")
+        self.status = status
+        if status is RequestStatus.RUNNING and self.first_scheduled_time is None:
+            self.first_scheduled_time = time.monotonic()
+        elif status is RequestStatus.PREEMPTED:
+            self.num_preemptions += 1
+        elif status is RequestStatus.FINISHED:
+            self.finish_time = time.monotonic()

@@ -1,0 +1,139 @@
+"""`SamplingParams`: how the tokens of one request are chosen and when it stops. Names and bounds follow vLLM's.
+
+It validates itself on construction and knows nothing of the model: checks against a vocabulary or a context length
+happen where the request meets the engine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from paged_backend.errors import InvalidRequestError
+
+# Below this temperature the distribution is a point mass in float32; it is treated as greedy.
+GREEDY_TEMPERATURE = 1e-5
+MAX_SEED = 2**64 - 1
+# Bounds that keep one request from exhausting the server: every emitted token is matched against every stop string.
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling parameters of one request.
+
+    Args:
+        temperature: >= 0; 0 is greedy. Default 1.0.
+        top_p: in (0, 1]; smallest set of tokens whose probability reaches it. 1 is off.
+        top_k: keep the k most likely tokens; 0 or -1 is off.
+        min_p: in [0, 1]; drop tokens less likely than `min_p` times the most likely one. 0 is off.
+        seed: integer that makes sampling reproducible, or None for a fresh one.
+        max_tokens: >= 1, how many tokens to generate at most; None means up to the context length. Default 16.
+        stop: string or strings that end the output; the text is cut before the match.
+        stop_token_ids: token ids that end the output.
+        ignore_eos: do not stop at the model's end-of-sequence tokens.
+        include_stop_str_in_output: keep the matched stop string in the text.
+        skip_special_tokens: leave special tokens out of the text.
+
+    Raises:
+        InvalidRequestError: a value has the wrong type or is out of bounds; `field` names it.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    stop: str | list[str] | tuple[str, ...] | None = None
+    stop_token_ids: list[int] | tuple[int, ...] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _check_number(self, "temperature", 0.0, math.inf)
+        _check_number(self, "top_p", 0.0, 1.0, low_open=True)
+        _check_number(self, "min_p", 0.0, 1.0)
+        _check_int(self, "top_k", -1, None)
+        if self.seed is not None:
+            _check_int(self, "seed", -(2**63), MAX_SEED)
+        if self.max_tokens is not None:
+            _check_int(self, "max_tokens", 1, None)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise _bad(name, f"must be true or false, got {_show(getattr(self, name))}")
+        object.__setattr__(self, "stop", _normalise_stop(self.stop))
+        object.__setattr__(self, "stop_token_ids", _normalise_stop_ids(self.stop_token_ids))
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when the most likely token is always taken."""
+        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Build from a JSON-like mapping; an unknown key is refused by name, with the nearest valid one."""
+        known = [f.name for f in fields(cls)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1)
+                hint = f"; did you mean `{near[0]}`?" if near else f"; known: {', '.join(known)}"
+                raise InvalidRequestError(f"sampling parameter `{key}` is not known{hint}", field=str(key))
+        return cls(**values)
+
+
+def _show(value: object) -> str:
+    """`repr` cut to a length that fits an error message."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _bad(name: str, what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"sampling parameter `{name}` {what}", field=name)
+
+
+def _check_number(params: SamplingParams, name: str, low: float, high: float, *, low_open: bool = False) -> None:
+    value = getattr(params, name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise _bad(name, f"must be a number, got {_show(value)}")
+    bounds = f"{'(' if low_open else '['}{low:g}, {high:g}{']' if math.isfinite(high) else ')'}"
+    # Written so that NaN fails it; the float maximum stands for infinity, and refuses integers beyond floats too.
+    if not (low <= value <= min(high, sys.float_info.max)) or (low_open and value == low):
+        raise _bad(name, f"must be a finite number in {bounds}, got {_show(value)}")
+    object.__setattr__(params, name, float(value))
+
+
+def _check_int(params: SamplingParams, name: str, low: int, high: int | None) -> None:
+    value = getattr(params, name)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _bad(name, f"must be an integer, got {_show(value)}")
+    if value < low or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise _bad(name, f"must be {limit}, got {value}")
+
+
+def _normalise_stop(stop: object) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    strings = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(strings, (list, tuple)) or not all(isinstance(s, str) for s in strings):
+        raise _bad("stop", f"must be a string or a list of strings, got {_show(stop)}")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise _bad("stop", f"may hold at most {MAX_STOP_STRINGS} strings, got {len(strings)}")
+    if any(not s or len(s) > MAX_STOP_LENGTH for s in strings):
+        raise _bad("stop", f"must hold strings of 1 to {MAX_STOP_LENGTH} characters")
+    return tuple(strings)
+
+
+def _normalise_stop_ids(ids: object) -> tuple[int, ...]:
+    if ids is None:
+        return ()
+    if not isinstance(ids, (list, tuple)) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise _bad("stop_token_ids", f"must be a list of integers, got {_show(ids)}")
+    return tuple(ids)
