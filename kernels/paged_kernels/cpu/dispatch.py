@@ -1,0 +1,33 @@
+"""Entry points of the CPU backend, called by `ops` with checked arguments."""
+
+import torch
+
+from paged_kernels.cpu.decode import decode_attention
+from paged_kernels.cpu.kv_write import write_kv
+from paged_kernels.cpu.prefill import prefill_attention
+
+__all__ = ["paged_attention", "write_kv"]
+
+
+def paged_attention(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    scale: float,
+    num_decodes: int,
+    max_query_len: int,
+    max_seq_len: int,
+    out: torch.Tensor,
+) -> None:
+    """See `ops.paged_attention`. Lengths are read from the tensors: on a CPU that costs no wait."""
+    n = num_decodes
+    if n:
+        decode_attention(query[:n], k_cache, v_cache, block_tables[:n], seq_lens[:n], scale, out[:n])
+    if n < seq_lens.shape[0]:
+        prefill_attention(query, k_cache, v_cache, block_tables[n:], seq_lens[n:], query_start_loc[n:], scale, out)
+    used = int(query_start_loc[-1])
+    if used < query.shape[0]:
+        out[used:] = 0
