@@ -1,0 +1,42 @@
+"""Asks a running server over HTTP what is ready. Knows the server's health paths; called by the launcher."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.parse
+
+
+def ready_models(host: str, port: int, timeout: float = 5.0) -> list[str] | None:
+    """Names of the models that answer requests, once the server and all of them do; None until then."""
+    try:
+        if _get(host, port, "/v2/health/ready", timeout) != 200:
+            return None
+        models = _loaded_models(host, port, timeout)
+        for model in models:
+            path = f"/v2/models/{urllib.parse.quote(model, safe='')}/ready"
+            if _get(host, port, path, timeout) != 200:
+                return None
+        return models
+    except (OSError, http.client.HTTPException, ValueError):
+        # Not listening yet, or going down.
+        return None
+
+
+def _get(host: str, port: int, path: str, timeout: float) -> int:
+    connection = http.client.HTTPConnection(host, port, timeout=timeout)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def _loaded_models(host: str, port: int, timeout: float) -> list[str]:
+    connection = http.client.HTTPConnection(host, port, timeout=timeout)
+    try:
+        connection.request("POST", "/v2/repository/index", body='{"ready": true}')
+        answer = json.loads(connection.getresponse().read())
+    finally:
+        connection.close()
+    return sorted({model["name"] for model in answer})
