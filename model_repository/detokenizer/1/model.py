@@ -1,0 +1,5 @@
+"""The detokenizer of the ensemble; all of it lives in the installed package."""
+
+from paged_backend.triton_adapter.text_models import DetokenizerModel as TritonPythonModel
+
+__all__ = ["TritonPythonModel"]

@@ -1,0 +1,164 @@
+"""`LLMModel`: the engine model's `TritonPythonModel`: its lifecycle, and requests on their way in.
+
+    stub's main thread: execute() parses, tokenizes, validates each request by itself and submits it
+    engine thread:      steps; deltas go to each request's ResponseStream
+    sender thread:      responses (sender.py)
+    watcher thread:     cancellation and gauges (watcher.py)
+
+`execute` returns at once and never raises: an exception there would fail every request of the call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from typing import Any
+
+from paged_backend.config import EngineConfig
+from paged_backend.errors import InvalidRequestError, PagedBackendError
+from paged_backend.triton_adapter.logs import ServerLogHandler
+from paged_backend.triton_adapter.metrics import Gauges
+from paged_backend.triton_adapter.parse import is_stop, parse_request, stop_options
+from paged_backend.triton_adapter.pb import pb_utils, printable
+from paged_backend.triton_adapter.response import Chunk, build_response
+from paged_backend.triton_adapter.sender import ResponseStream, SenderThread, send_error
+from paged_backend.triton_adapter.settings import engine_arguments, own_version_dir
+from paged_backend.triton_adapter.tensors import LLM_INPUTS, LLM_OUTPUTS, declare
+from paged_backend.triton_adapter.watcher import Watcher
+
+logger = logging.getLogger(__name__)
+
+# The server itself waits for requests in flight before it finalizes a model, so few are ever left.
+_DRAIN_S = 10.0
+
+
+class LLMModel:
+    """The decoupled engine model; the server calls these methods and no others."""
+
+    @staticmethod
+    def auto_complete_config(config: Any) -> Any:
+        """Declare every tensor and the decoupled policy, so that config.pbtxt needs neither."""
+        declare(config, LLM_INPUTS, LLM_OUTPUTS)
+        # The engine batches; the server's batcher would only add a dimension.
+        config.set_max_batch_size(0)
+        config.set_model_transaction_policy({"decoupled": True})
+        return config
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the model and start the threads.
+
+        Raises:
+            TritonModelException: one line that says what to change.
+        """
+        self._log_handler = ServerLogHandler()
+        self._log_handler.install()
+        try:
+            self._start(args)
+        except PagedBackendError as error:
+            self._log_handler.remove()
+            raise pb_utils().TritonModelException(printable(str(error))) from None
+        except Exception as error:
+            logger.exception("the engine did not start")
+            self._log_handler.remove()
+            message = f"the engine did not start: {type(error).__name__}: {error}"
+            raise pb_utils().TritonModelException(printable(message)) from None
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take requests in; the answers come later from the sender thread."""
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                self._accept(request, sender)
+            except PagedBackendError as error:
+                self._refuse(sender, error)
+            except Exception as error:
+                logger.exception("taking in a request failed")
+                self._refuse(sender, PagedBackendError(f"taking in the request failed: {error!r}"))
+
+    def finalize(self) -> None:
+        """Answer every live request, then stop the threads and free the model."""
+        # In this order: no aborts once the engine is gone; every stream ends before the sender does.
+        self._watcher.stop()
+        self._engine_thread.shutdown(_DRAIN_S)
+        self._sender.stop()
+        self._gauges.close()
+        logger.info("model unloaded")
+        self._log_handler.remove()
+
+    def _start(self, args: dict[str, str]) -> None:
+        config = EngineConfig.from_mapping(engine_arguments(own_version_dir(args)))
+        # Imported here because it brings torch, which completing a configuration does not need.
+        from paged_backend.engine.engine import Engine
+        from paged_backend.engine.engine_thread import EngineThread
+
+        self._ids = itertools.count(1)
+        self._live: dict[str, ResponseStream] = {}
+        # Guards `_live`: added to by the main thread, removed from by the sender thread, read by the watcher.
+        self._live_lock = threading.Lock()
+        self._engine = Engine(config)
+        self._engine_thread = EngineThread(self._engine)
+        self._sender = SenderThread()
+        self._gauges = Gauges(args["model_name"], args["model_version"])
+        self._watcher = Watcher(
+            self._streams, self._engine_thread.abort, lambda: self._gauges.publish(self._engine_thread.stats())
+        )
+        self._engine_thread.start()
+        self._sender.start()
+        self._watcher.start()
+        logger.info("serving %s", self._engine.config)
+
+    def _accept(self, request: Any, sender: Any) -> None:
+        client_id = request.request_id()
+        if is_stop(request):
+            self._stop(request, client_id, sender)
+            return
+        parsed = parse_request(request, has_tokenizer=self._engine.tokenizer is not None)
+        # Clients may give no id, or the same: the engine gets one of ours.
+        key = f"{next(self._ids)}:{client_id}"
+        engine_request = self._engine.make_request(key, parsed.prompt, parsed.params, field=parsed.field)
+        stream = ResponseStream(
+            key,
+            client_id,
+            sender,
+            parsed.options,
+            len(engine_request.prompt_token_ids),
+            schedule=self._sender.schedule,
+            on_close=self._forget,
+        )
+        with self._live_lock:
+            self._live[key] = stream
+        try:
+            self._engine_thread.submit(engine_request, stream.sink)
+        except PagedBackendError:
+            with self._live_lock:
+                del self._live[key]
+            raise
+
+    def _stop(self, request: Any, client_id: str, sender: Any) -> None:
+        """Cancel every live request with this request's id; none being live is fine, it may just have ended."""
+        if not client_id:
+            raise InvalidRequestError("`stop` needs the request id of the request to cancel", field="stop")
+        options = stop_options(request)
+        for stream in self._streams():
+            if stream.client_id == client_id:
+                self._engine_thread.abort(stream.key)
+        # An empty answer rather than none: HTTP's generate endpoint insists on exactly one.
+        final = pb_utils().TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        sender.send(build_response([Chunk(0)], options, 0), flags=final)
+
+    def _refuse(self, sender: Any, error: PagedBackendError) -> None:
+        try:
+            send_error(sender, error)
+        except Exception:
+            logger.exception("a request could not be refused")
+
+    def _streams(self) -> list[ResponseStream]:
+        with self._live_lock:
+            return list(self._live.values())
+
+    def _forget(self, stream: ResponseStream) -> None:
+        with self._live_lock:
+            self._live.pop(stream.key, None)
+        if not stream.ended:
+            self._engine_thread.abort(stream.key)

@@ -1,0 +1,171 @@
+"""From one Triton Server request to a prompt, sampling parameters and response options, or a typed error.
+
+Every request is parsed on its own, so that a bad one harms nobody else. This module knows the interface's rules (which
+tensor wins, what is refused with which words); bounds of sampling parameters are `SamplingParams`' business and limits
+of the model the engine's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from paged_backend.errors import InvalidRequestError, UnsupportedError
+from paged_backend.sampling_params import SamplingParams
+from paged_backend.triton_adapter.tensors import LLM_OUTPUTS, RequestTensors
+
+_ALL_OUTPUTS = frozenset(spec.name for spec in LLM_OUTPUTS)
+# Output tensors computed only if the BOOL input `return_<name>` says so, as with the vLLM backend.
+_FLAGGED = ("finish_reason", "num_input_tokens", "num_output_tokens")
+_NOT_SERVED = ("logprobs", "cumulative_logprob")
+TEXT_OUTPUTS = frozenset({"text_output", "text_window_ids", "text_window_spans"})
+# The server, its HTTP generate endpoint and its clients put these beside the parameters a client means for us.
+_RESERVED_PARAMETERS = frozenset(
+    {"id", "priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseOptions:
+    """How a request wants to be answered.
+
+    Attributes:
+        stream: a response per step rather than one in all.
+        outputs: names of the output tensors to compute.
+        prefix: text before a non-streamed output: the prompt, or nothing.
+        skip_special_tokens: how the output is decoded.
+    """
+
+    stream: bool
+    outputs: frozenset[str]
+    prefix: str = ""
+    skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """A request ready for the engine; `field` is what its interface calls the prompt."""
+
+    prompt: str | list[int]
+    field: str
+    params: SamplingParams
+    options: ResponseOptions
+
+
+def is_stop(request: Any) -> bool:
+    """True if the request only cancels another one (`stop`); its other tensors then mean nothing."""
+    return bool(RequestTensors(request).boolean("stop"))
+
+
+def parse_request(request: Any, *, has_tokenizer: bool = True) -> ParsedRequest:
+    """Read one request.
+
+    Args:
+        request: the stub's `InferenceRequest`.
+        has_tokenizer: whether the engine can turn tokens into text.
+
+    Raises:
+        InvalidRequestError, UnsupportedError: the message names the tensor or parameter at fault.
+    """
+    tensors = RequestTensors(request)
+    prompt, field = _prompt(tensors)
+    params = _sampling_params(tensors, request)
+    stream = bool(tensors.boolean("stream"))
+    outputs = _outputs(tensors, request.requested_output_names(), is_text=field == "text_input")
+    if not has_tokenizer and outputs & TEXT_OUTPUTS:
+        name = min(outputs & TEXT_OUTPUTS)
+        message = f"`{name}`: this engine runs without a tokenizer; request `output_ids` instead"
+        raise UnsupportedError(message, field=name)
+    text = prompt if isinstance(prompt, str) else tensors.string("prompt_text")
+    prefix = (text or "") if _prepend(tensors, stream) else ""
+    return ParsedRequest(prompt, field, params, ResponseOptions(stream, outputs, prefix, params.skip_special_tokens))
+
+
+def stop_options(request: Any) -> ResponseOptions:
+    """How a `stop` request is answered: one response that says nothing."""
+    names = request.requested_output_names()
+    return ResponseOptions(False, _defaults(names, is_text=True) - {*_FLAGGED, *_NOT_SERVED})
+
+
+def _prompt(tensors: RequestTensors) -> tuple[str | list[int], str]:
+    has_text, has_ids = "text_input" in tensors, "input_ids" in tensors
+    if has_text and has_ids:
+        raise InvalidRequestError("give `text_input` or `input_ids`, not both", field="input_ids")
+    if has_ids:
+        ids = tensors.integers("input_ids")
+        if not ids:
+            raise InvalidRequestError("`input_ids` is empty: give at least one token", field="input_ids")
+        return ids, "input_ids"
+    if not has_text:
+        raise InvalidRequestError("a prompt is missing: give `text_input` or `input_ids`", field="text_input")
+    text = tensors.string("text_input")
+    if not text:
+        raise InvalidRequestError("`text_input` is empty: give at least one character", field="text_input")
+    return text, "text_input"
+
+
+def _prepend(tensors: RequestTensors, stream: bool) -> bool:
+    """Whether the prompt goes before the output; the default is no in a stream and yes otherwise."""
+    exclude = tensors.boolean("exclude_input_in_output")
+    if not stream:
+        return not exclude
+    if exclude is False:
+        # The vLLM backend's words: clients match them.
+        raise InvalidRequestError(
+            "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed.",
+            field="exclude_input_in_output",
+        )
+    return False
+
+
+def _outputs(tensors: RequestTensors, requested: Iterable[str], *, is_text: bool) -> frozenset[str]:
+    for name in _NOT_SERVED:
+        if tensors.boolean(f"return_{name}"):
+            field = f"return_{name}"
+            raise UnsupportedError(f"`{field}` is not supported: leave it out or set it to false", field=field)
+    unwanted = {name for name in _FLAGGED if not tensors.boolean(f"return_{name}")}
+    return _defaults(requested, is_text=is_text) - unwanted - set(_NOT_SERVED)
+
+
+def _defaults(requested: Iterable[str], *, is_text: bool) -> frozenset[str]:
+    """The requested outputs. A client that names none (the server then asks for all) gets its own interface's."""
+    names = frozenset(requested)
+    if names < _ALL_OUTPUTS:
+        return names
+    own = {"text_output"} if is_text else {"output_ids", "sequence_index"}
+    return frozenset({*own, *_FLAGGED})
+
+
+def _sampling_params(tensors: RequestTensors, request: Any) -> SamplingParams:
+    """From the tensor `sampling_parameters` if sent, else from the request's own parameters (never a mixture)."""
+    text = tensors.string("sampling_parameters")
+    if text is not None:
+        values = _json_object(text, "sampling_parameters")
+    else:
+        given = _json_object(request.parameters() or "{}", "parameters")
+        # A name with a dash is an HTTP header that the server was told to forward.
+        values = {k: v for k, v in given.items() if not (k in _RESERVED_PARAMETERS or "-" in k or k[:7] == "triton_")}
+    # NaN and Infinity pass as floats here; SamplingParams refuses them by name.
+    return SamplingParams.from_mapping({key: _typed(key, value) for key, value in values.items()})
+
+
+def _json_object(text: str, field: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"`{field}` is not valid JSON: {error}", field=field) from error
+    if not isinstance(values, dict):
+        raise InvalidRequestError(f"`{field}` must be a JSON object, got {type(values).__name__}", field=field)
+    return values
+
+
+def _typed(name: str, value: Any) -> Any:
+    """`value`, or what it spells if it is a string ("100", "0.5", "False"): clients of older servers send those."""
+    if not isinstance(value, str) or name == "stop":
+        return value
+    try:
+        return json.loads({"True": "true", "False": "false", "None": "null"}.get(value.strip(), value))
+    except (ValueError, RecursionError):
+        return value

@@ -1,0 +1,79 @@
+"""Which model a served model stands for: the engine arguments in `<version>/model.json` and what overrides them.
+
+The engine model reads its own file; the tokenizer models read that of the engine model beside them, so that there is
+one place to configure. This module reads files and the environment; it imports neither torch nor the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paged_backend.config import EngineConfig
+from paged_backend.errors import ConfigError
+from paged_backend.model_source import resolve_model
+from paged_backend.tokenizer import Tokenizer
+
+# Set by `paged-backend serve --model`.
+MODEL_VARIABLE = "PAGED_BACKEND_MODEL"
+_FILE = "model.json"
+
+
+def engine_arguments(version_dir: Path, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """The engine arguments of the model in `version_dir`, with the environment's model if it names one.
+
+    Raises:
+        ConfigError: the file is missing or is not a JSON object.
+    """
+    path = version_dir / _FILE
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the engine arguments: {error}", field="model") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}", field="model") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a JSON object of engine arguments", field="model")
+    override = environ.get(MODEL_VARIABLE)
+    if override:
+        # A tokenizer named in the file belongs to the file's model.
+        values.pop("tokenizer", None)
+        values["model"] = override
+    return values
+
+
+def own_version_dir(args: Mapping[str, str]) -> Path:
+    """The version directory of the model being initialized with `args`."""
+    return Path(args["model_repository"]) / args["model_version"]
+
+
+def engine_version_dir(args: Mapping[str, str]) -> Path:
+    """The newest version directory of the engine model beside the one being initialized with `args`.
+
+    Its name is the `engine_model` parameter in config.pbtxt.
+
+    Raises:
+        ConfigError: the parameter is missing, or no such model has a model.json.
+    """
+    parameters = json.loads(args["model_config"]).get("parameters", {})
+    name = parameters.get("engine_model", {}).get("string_value")
+    if not name:
+        raise ConfigError("config.pbtxt lacks the parameter `engine_model`, which names the engine model beside it")
+    folder = Path(args["model_repository"]).parent / name
+    versions = [path.parent for path in folder.glob(f"*/{_FILE}") if path.parent.name.isdigit()]
+    if not versions:
+        raise ConfigError(f"no {folder}/<version>/{_FILE}: `engine_model` in config.pbtxt must name the engine model")
+    return max(versions, key=lambda path: int(path.name))
+
+
+def load_tokenizer(args: Mapping[str, str]) -> Tokenizer:
+    """The tokenizer of the engine model beside the one being initialized with `args`.
+
+    Raises:
+        ConfigError, ModelLoadError: it cannot be found or loaded.
+    """
+    config = EngineConfig.from_mapping(engine_arguments(engine_version_dir(args)))
+    return Tokenizer.load(resolve_model(config.tokenizer or config.model))
