@@ -23,8 +23,7 @@ _GGUF_CONTROL, _GGUF_USER_DEFINED = 3, 4
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 # Word patterns of the published tokenizers (Llama 3's takes digits in threes, Qwen2's one by one).
 _WORDS = (
-    _CONTRACTIONS
-    + r"|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    _CONTRACTIONS + r"|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SENTENCEPIECE_SPACE = "\u2581"
 

@@ -1,0 +1,288 @@
+"""`ModelConfig`: the dimensions and variants of a Llama-family decoder, read from config.json or GGUF metadata.
+
+Says early, by name, what this build does not do: other architectures, activations, RoPE kinds, quantised directories.
+Knows no torch and no weights. Defaults for keys a config.json leaves out are transformers' for that architecture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from paged_backend.config import ModelShape
+from paged_backend.errors import ModelLoadError, UnsupportedError
+from paged_backend.model_files import GGUFFile, find_eos_token_ids, read_gguf, read_json
+from paged_backend.model_source import ModelSource
+
+# Architectures by their name in config.json, with what their classes assume when a key is absent.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
+    "MistralForCausalLM": {
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
+    "Qwen2ForCausalLM": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "max_window_layers": 28},
+    "Qwen3ForCausalLM": {
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 28,
+        "head_dim": 128,
+    },
+}
+SUPPORTED_ARCHITECTURES = tuple(_DEFAULTS)
+# GGUF's `general.architecture`; Mistral's files say llama.
+_GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding: `kind` is `default`, `linear`, `llama3` or `factors` (per-frequency divisors in the weights).
+
+    `factor` divides frequencies; the last three belong to `llama3` (Llama 3.1's smoothed context extension).
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A Llama-family decoder.
+
+    `sliding_window` is the number of tokens a query sees, itself included; None when it sees them all. The bias and
+    norm flags say which optional weights exist.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position: int
+    rope: RopeConfig
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+                     "head_dim", "max_position"):  # fmt: skip
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ModelLoadError(f"the model's {name} must be a positive integer, got {value!r}", field="model")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelLoadError(
+                f"the model's {self.num_heads} heads do not divide into {self.num_kv_heads} KV heads", field="model"
+            )
+        if self.head_dim % 2:
+            raise ModelLoadError(f"the model's head_dim ({self.head_dim}) must be even for RoPE", field="model")
+
+    @property
+    def shape(self) -> ModelShape:
+        """What the engine needs to know."""
+        return ModelShape(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocab_size,
+            max_position=self.max_position,
+            eos_token_ids=self.eos_token_ids,
+        )
+
+    def check_context(self, max_model_len: int) -> None:
+        """Refuse contexts in which a sliding window would matter, which this build does not do.
+
+        Raises:
+            UnsupportedError: sequences of `max_model_len` tokens reach beyond the window.
+        """
+        if self.sliding_window is not None and self.sliding_window < max_model_len:
+            raise UnsupportedError(
+                f"the model attends through a sliding window of {self.sliding_window} tokens, which is not supported "
+                f"for sequences of up to {max_model_len}; set `max_model_len` to at most {self.sliding_window}",
+                field="max_model_len",
+            )
+
+
+def read_model_config(source: ModelSource, gguf: GGUFFile | None = None) -> ModelConfig:
+    """Read a model's configuration; `gguf` saves reading the header again.
+
+    Raises:
+        ModelLoadError: missing or contradictory values.
+        UnsupportedError: an architecture or variant this build does not do; the message lists what it does.
+    """
+    if source.is_gguf:
+        return _from_gguf(source, gguf or read_gguf(source.path))
+    return _from_json(source, read_json(source.path / "config.json"))
+
+
+# ---- config.json --------------------------------------------------------------------------------------------------
+
+
+def _from_json(source: ModelSource, written: dict[str, Any]) -> ModelConfig:
+    architecture = _architecture(written)
+    values = {**_DEFAULTS[architecture], **{key: value for key, value in written.items() if value is not None}}
+    if "sliding_window" in written and written["sliding_window"] is None:
+        values["sliding_window"] = None  # written as null: no window, whatever the class assumes
+    if values.get("quantization_config"):
+        method = values["quantization_config"].get("quant_method", "unknown")
+        raise UnsupportedError(
+            f"quantised directories ({method}) are not supported; use the unquantised model or a GGUF file",
+            field="model",
+        )
+    _require_silu(values.get("hidden_act", "silu"))
+    heads, hidden = _need(values, "num_attention_heads"), _need(values, "hidden_size")
+    qwen2 = architecture == "Qwen2ForCausalLM"
+    attention_bias = bool(values.get("attention_bias", False)) and architecture != "MistralForCausalLM"
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=_need(values, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=_need(values, "intermediate_size"),
+        num_layers=_need(values, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=values.get("num_key_value_heads", heads),
+        head_dim=values.get("head_dim") or hidden // heads,
+        rms_norm_eps=float(values["rms_norm_eps"]),
+        max_position=values["max_position_embeddings"],
+        rope=_rope_from_json(values),
+        tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
+        qkv_bias=attention_bias or qwen2,
+        o_bias=attention_bias and not qwen2,
+        mlp_bias=bool(values.get("mlp_bias", False)) and architecture == "LlamaForCausalLM",
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        sliding_window=_window(architecture, values),
+        eos_token_ids=find_eos_token_ids(source),
+    )
+
+
+def _architecture(values: dict[str, Any]) -> str:
+    names = values.get("architectures") or []
+    if isinstance(names, list):
+        for name in names:
+            if name in _DEFAULTS:
+                return name
+    raise UnsupportedError(
+        f"model architecture {', '.join(map(str, names)) or 'unnamed'} is not supported (supported: "
+        f"{', '.join(SUPPORTED_ARCHITECTURES)})",
+        field="model",
+    )
+
+
+def _window(architecture: str, values: dict[str, Any]) -> int | None:
+    if architecture == "MistralForCausalLM":
+        return values.get("sliding_window")
+    if architecture == "LlamaForCausalLM" or not values.get("use_sliding_window", False):
+        return None
+    # Qwen's windows begin at layer `max_window_layers`.
+    types = values.get("layer_types")
+    windowed = "sliding_attention" in types if types else values["max_window_layers"] < values["num_hidden_layers"]
+    return values.get("sliding_window", 4096) if windowed else None
+
+
+def _rope_from_json(values: dict[str, Any]) -> RopeConfig:
+    """transformers 5 writes `rope_parameters`; older files have `rope_theta` and `rope_scaling`."""
+    written = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    kind = written.get("rope_type", written.get("type", "default"))
+    partial = written.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise UnsupportedError(f"partial rotary embeddings ({partial}) are not supported", field="model")
+    theta = float(written.get("rope_theta", values.get("rope_theta", 10000.0)))
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig(theta=theta, kind=kind, factor=float(_need(written, "factor")))
+    if kind == "llama3":
+        return RopeConfig(
+            theta=theta,
+            kind=kind,
+            factor=float(_need(written, "factor")),
+            low_freq_factor=float(_need(written, "low_freq_factor")),
+            high_freq_factor=float(_need(written, "high_freq_factor")),
+            original_max_position=int(_need(written, "original_max_position_embeddings")),
+        )
+    raise _unsupported_rope(kind)
+
+
+# ---- GGUF ---------------------------------------------------------------------------------------------------------
+
+
+def _from_gguf(source: ModelSource, gguf: GGUFFile) -> ModelConfig:
+    metadata, tensors = gguf.metadata, gguf.tensors
+    kind = metadata.get("general.architecture")
+    if kind not in _GGUF_ARCHITECTURES:
+        raise UnsupportedError(
+            f"GGUF architecture {kind!r} is not supported (supported: {', '.join(_GGUF_ARCHITECTURES)})", field="model"
+        )
+    values = {key[len(kind) + 1 :]: value for key, value in metadata.items() if key.startswith(f"{kind}.")}
+    if values.get("expert_count"):
+        raise UnsupportedError("mixture-of-experts models are not supported", field="model")
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ModelLoadError(f"{gguf.path} lacks the tensor token_embd.weight", field="model")
+    heads, hidden = _need(values, "attention.head_count"), _need(values, "embedding_length")
+    head_dim = values.get("attention.key_length", hidden // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if values.get(key, head_dim) != head_dim:
+            raise UnsupportedError(f"{key} = {values[key]} beside {head_dim} is not supported", field="model")
+    return ModelConfig(
+        architecture=_GGUF_ARCHITECTURES[kind],
+        vocab_size=embedding.shape[0],
+        hidden_size=hidden,
+        intermediate_size=_need(values, "feed_forward_length"),
+        num_layers=_need(values, "block_count"),
+        num_heads=heads,
+        num_kv_heads=values.get("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        rms_norm_eps=float(_need(values, "attention.layer_norm_rms_epsilon")),
+        max_position=_need(values, "context_length"),
+        rope=_rope_from_gguf(values, "rope_freqs.weight" in tensors),
+        tie_word_embeddings="output.weight" not in tensors,
+        qkv_bias="blk.0.attn_q.bias" in tensors,
+        o_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in tensors,
+        sliding_window=values.get("attention.sliding_window") or None,
+        eos_token_ids=find_eos_token_ids(source, gguf),
+    )
+
+
+def _rope_from_gguf(values: dict[str, Any], has_factors: bool) -> RopeConfig:
+    theta = float(values.get("rope.freq_base", 10000.0))
+    kind = values.get("rope.scaling.type", "none")
+    if kind == "none":
+        return RopeConfig(theta=theta, kind="factors" if has_factors else "default")
+    if kind == "linear" and not has_factors:
+        return RopeConfig(theta=theta, kind=kind, factor=float(_need(values, "rope.scaling.factor")))
+    raise _unsupported_rope(kind)
+
+
+# ---- both ---------------------------------------------------------------------------------------------------------
+
+
+def _need(values: dict[str, Any], key: str) -> Any:
+    if values.get(key) is None:
+        raise ModelLoadError(f"the model's configuration lacks {key}", field="model")
+    return values[key]
+
+
+def _require_silu(activation: str) -> None:
+    if activation not in ("silu", "swish"):
+        raise UnsupportedError(f"activation {activation!r} is not supported (supported: silu)", field="model")
+
+
+def _unsupported_rope(kind: str) -> UnsupportedError:
+    return UnsupportedError(f"RoPE scaling {kind!r} is not supported (supported: linear, llama3)", field="model")

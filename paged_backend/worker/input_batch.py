@@ -1,0 +1,150 @@
+"""`InputBatch`: one persistent row per sequence, kept up to date by differences, never rebuilt.
+
+A row holds a sequence's token ids, block table and sampling parameters in numpy arrays, so that a step's batch is
+made by indexing. Rows are recycled. Knows nothing of models and of why sequences come and go.
+
+Wide arrays grow with what is really there (token columns with the longest sequence, block columns with the longest
+block table) and are not cleared, so that the operating system commits only pages that were written: a context length
+of a million tokens costs nothing until a sequence has it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paged_backend.errors import PagedBackendError
+from paged_backend.sampling.sampler import SamplingBatch
+from paged_backend.sched.output import NewSequence
+
+_FIRST_TOKEN_COLUMNS = 1024
+_FIRST_BLOCK_COLUMNS = 64
+_SEED_MASK = (1 << 64) - 1
+
+
+class InputBatch:
+    """Rows for up to `max_num_seqs` sequences.
+
+    Attributes:
+        token_ids: int32 [rows, columns]; a row's first `num_tokens` entries count.
+        num_tokens: int64 [rows], known tokens.
+        block_tables: int32 [rows, columns]; a row's first `num_blocks` entries count, the rest is 0 (the null block).
+        num_blocks: int64 [rows].
+        changed_tables: rows whose block table changed since the last `clear_changes()`.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._rows: dict[int, int] = {}
+        # Popped from the end: low rows first, so that active rows stay close together.
+        self._free = list(range(max_num_seqs))[::-1]
+        self.token_ids = np.empty((max_num_seqs, _FIRST_TOKEN_COLUMNS), dtype=np.int32)
+        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.block_tables = np.zeros((max_num_seqs, _FIRST_BLOCK_COLUMNS), dtype=np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.changed_tables: set[int] = set()
+        self._sampling = SamplingBatch(
+            greedy=np.ones(max_num_seqs, dtype=bool),
+            temperature=np.ones(max_num_seqs, dtype=np.float32),
+            top_k=np.zeros(max_num_seqs, dtype=np.int64),
+            top_p=np.ones(max_num_seqs, dtype=np.float32),
+            min_p=np.zeros(max_num_seqs, dtype=np.float32),
+            seeds=np.zeros(max_num_seqs, dtype=np.uint64),
+            positions=self.num_tokens,
+        )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, seq_id: int) -> int:
+        """The row of a sequence.
+
+        Raises:
+            PagedBackendError: there is none: the scheduler planned a sequence it never announced.
+        """
+        try:
+            return self._rows[seq_id]
+        except KeyError:
+            raise PagedBackendError(f"sequence {seq_id} has no row in the worker") from None
+
+    def add(self, new: NewSequence) -> None:
+        """Create a row.
+
+        Raises:
+            PagedBackendError: the sequence has one already, or all rows are taken.
+        """
+        if new.seq_id in self._rows:
+            raise PagedBackendError(f"sequence {new.seq_id} has a row in the worker already")
+        if not self._free:
+            raise PagedBackendError(f"the worker holds {len(self._rows)} sequences, its maximum")
+        row = self._rows[new.seq_id] = self._free.pop()
+        count = len(new.token_ids)
+        self._reserve_tokens(count)
+        self.token_ids[row, :count] = new.token_ids
+        self.num_tokens[row] = count
+        self.num_blocks[row] = 0
+        self._append_blocks(row, new.block_ids)
+        params, sampling = new.params, self._sampling
+        sampling.greedy[row] = params.is_greedy
+        sampling.temperature[row] = params.temperature
+        # A k beyond any vocabulary is off, and need not fit the array's type.
+        sampling.top_k[row] = min(params.top_k, np.iinfo(np.int64).max)
+        sampling.top_p[row] = params.top_p
+        sampling.min_p[row] = params.min_p
+        sampling.seeds[row] = new.seed & _SEED_MASK
+
+    def remove(self, seq_id: int) -> None:
+        """Free a sequence's row."""
+        row = self.row(seq_id)
+        del self._rows[seq_id]
+        # Entries past a table's end stay 0, whoever has the row next.
+        self.block_tables[row, : self.num_blocks[row]] = 0
+        self.num_blocks[row] = self.num_tokens[row] = 0
+        self._free.append(row)
+
+    def append_blocks(self, seq_id: int, block_ids: list[int]) -> None:
+        """Extend a sequence's block table."""
+        self._append_blocks(self.row(seq_id), block_ids)
+
+    def append_tokens(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """Append one sampled token to each of `rows` (distinct)."""
+        ends = self.num_tokens[rows]
+        self._reserve_tokens(int(ends.max()) + 1)
+        self.token_ids[rows, ends] = tokens
+        self.num_tokens[rows] = ends + 1
+
+    def sampling(self, rows: np.ndarray) -> SamplingBatch:
+        """The sampling parameters of `rows`; the position of each is its present number of tokens."""
+        return self._sampling.select(rows)
+
+    def clear_changes(self) -> None:
+        """Forget which block tables changed."""
+        self.changed_tables.clear()
+
+    def _append_blocks(self, row: int, block_ids: list[int]) -> None:
+        start = int(self.num_blocks[row])
+        end = start + len(block_ids)
+        width = self.block_tables.shape[1]
+        if end > width:
+            self.block_tables = _widened(self.block_tables, _next_width(width, end), self.num_blocks, clear=True)
+        self.block_tables[row, start:end] = block_ids
+        self.num_blocks[row] = end
+        self.changed_tables.add(row)
+
+    def _reserve_tokens(self, count: int) -> None:
+        width = self.token_ids.shape[1]
+        if count > width:
+            self.token_ids = _widened(self.token_ids, _next_width(width, count), self.num_tokens, clear=False)
+
+
+def _next_width(width: int, needed: int) -> int:
+    while width < needed:
+        width *= 2
+    return width
+
+
+def _widened(array: np.ndarray, width: int, used: np.ndarray, *, clear: bool) -> np.ndarray:
+    """A copy with more columns; of each row only the first `used` entries are copied."""
+    make = np.zeros if clear else np.empty
+    wide = make((array.shape[0], width), dtype=array.dtype)
+    for row in np.flatnonzero(used):
+        wide[row, : used[row]] = array[row, : used[row]]
+    return wide

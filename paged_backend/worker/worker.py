@@ -1,0 +1,195 @@
+"""`Worker`: a model on a device with its KV cache; executes the scheduler's plans.
+
+Decides what the configuration left open (device, number type, block size, number of blocks), loads the weights and
+compiles the kernels before the first request. Knows plans and tensors; no requests, queues or text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import time
+
+import torch
+
+from paged_backend.config import EngineConfig, ModelShape, kv_block_bytes
+from paged_backend.errors import ConfigError
+from paged_backend.model.attention import AttentionMetadata
+from paged_backend.model.config import read_model_config
+from paged_backend.model.decoder import Decoder
+from paged_backend.model.loader import load_model
+from paged_backend.model_source import resolve_model
+from paged_backend.sched.output import SchedulerOutput, WorkerOutput
+from paged_backend.worker.device import TORCH_DTYPES, resolve_backend, resolve_device, resolve_dtype, use_threads
+from paged_backend.worker.kv_cache import (
+    allocate_kv_cache,
+    available_memory,
+    cpu_budget,
+    cuda_budget,
+    fit_num_blocks,
+)
+from paged_backend.worker.model_runner import ModelRunner
+from paged_kernels import ops
+
+logger = logging.getLogger(__name__)
+
+_BLOCK_SIZES = {"cpu": 16, "cuda": 64}
+
+
+class Worker:
+    """Loads the configured model and makes it ready to execute steps.
+
+    Args:
+        config: as the user wrote it; what is open in it is decided here.
+
+    Attributes:
+        shape: the model's dimensions.
+        resolved: the configuration with nothing left open.
+
+    Raises:
+        ConfigError: an argument does not fit this machine or model; memory errors say by how much.
+        ModelLoadError, UnsupportedError: see `load_model`.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        started = time.monotonic()
+        source = resolve_model(config.model)
+        self._device = resolve_device(config.device)
+        dtype = resolve_dtype(config.dtype, self._device)
+        backend = resolve_backend(config.attention_backend, self._device, dtype)
+        threads = use_threads(config)
+        # Checked against the small files first: a wrong argument should not cost a load.
+        self.shape: ModelShape = read_model_config(source).shape
+        partial = config.resolve(
+            self.shape,
+            device=self._device.type,
+            dtype=dtype,
+            num_kv_blocks=config.num_kv_blocks or 1,
+            block_size=config.block_size or _BLOCK_SIZES[self._device.type],
+        )
+        partial = dataclasses.replace(partial, attention_backend=backend, num_threads=threads)
+        torch_dtype = TORCH_DTYPES[dtype]
+        model = load_model(source, dtype=torch_dtype, device=self._device, max_model_len=partial.max_model_len)
+        loaded = time.monotonic()
+        _warm_up_kernels(model, partial, torch_dtype)
+        self.resolved = self._with_blocks(config, partial, model)
+        kv_cache = allocate_kv_cache(
+            self.shape, self.resolved.num_kv_blocks, self.resolved.block_size, torch_dtype, self._device
+        )
+        _run_dummy(model, kv_cache, num_tokens=2, num_seqs=1, backend=backend)
+        self._runner: ModelRunner | None = ModelRunner(model, kv_cache, self.resolved.max_num_seqs, backend)
+        _log_facts(model, self.resolved, self.shape, loaded - started, time.monotonic() - loaded)
+
+    def execute(self, plan: SchedulerOutput) -> WorkerOutput:
+        """Run one step; see `ModelRunner.execute`."""
+        if self._runner is None:
+            raise ConfigError("the worker is closed")
+        return self._runner.execute(plan)
+
+    def close(self) -> None:
+        """Release weights and cache; further steps are refused. May be called again."""
+        if self._runner is None:
+            return
+        self._runner = None
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _with_blocks(self, config: EngineConfig, partial: EngineConfig, model: Decoder) -> EngineConfig:
+        """Fix the number of blocks: as configured, or as memory allows."""
+        if self._device.type == "cuda":
+            peak = _activation_peak(model, partial)
+            free, total = torch.cuda.mem_get_info(self._device)
+            if config.num_kv_blocks is not None:
+                return partial
+            budget, source = cuda_budget(partial, total=total, used=total - free, peak=peak)
+        else:
+            available = available_memory()
+            if config.num_kv_blocks is not None:
+                _check_fits(config.num_kv_blocks, partial, self.shape, available)
+                return partial
+            budget, source = cpu_budget(partial, available)
+        return dataclasses.replace(partial, num_kv_blocks=fit_num_blocks(partial, self.shape, budget, source))
+
+
+def _check_fits(num_kv_blocks: int, config: EngineConfig, shape: ModelShape, available: int) -> None:
+    needed = (num_kv_blocks + 1) * kv_block_bytes(shape, config.block_size, config.dtype)
+    if needed > available:
+        raise ConfigError(
+            f"`num_kv_blocks` = {num_kv_blocks} needs {needed / 2**20:.1f} MiB, {(needed - available) / 2**20:.1f} "
+            "MiB more than is available",
+            field="num_kv_blocks",
+        )
+
+
+def _warm_up_kernels(model: Decoder, config: EngineConfig, dtype: torch.dtype) -> None:
+    ops.warmup(
+        num_q_heads=model.config.num_heads,
+        num_kv_heads=model.config.num_kv_heads,
+        head_dim=model.config.head_dim,
+        block_size=config.block_size,
+        dtype=dtype,
+        backend=config.attention_backend,
+    )
+
+
+def _activation_peak(model: Decoder, config: EngineConfig) -> int:
+    """Bytes the largest step takes beside weights and cache, measured on a GPU."""
+    weights = model.embedding
+    tiny = allocate_kv_cache(model.config.shape, 1, config.block_size, weights.dtype, weights.device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(weights.device)
+    before = torch.cuda.memory_allocated(weights.device)
+    _run_dummy(
+        model,
+        tiny,
+        num_tokens=config.max_num_batched_tokens,
+        num_seqs=config.max_num_seqs,
+        backend=config.attention_backend,
+    )
+    torch.cuda.synchronize(weights.device)
+    peak = torch.cuda.max_memory_allocated(weights.device) - before
+    torch.cuda.empty_cache()
+    return peak
+
+
+@torch.inference_mode()
+def _run_dummy(model: Decoder, kv_cache: torch.Tensor, *, num_tokens: int, num_seqs: int, backend: str) -> None:
+    """Run a step of `num_tokens` tokens and `num_seqs` sampled rows that writes nothing into the cache.
+
+    All of them read the first block (the null block), so sequences are cut to what a block holds.
+    """
+    device, block_size = kv_cache.device, kv_cache.shape[4]
+    num_seqs = max(num_seqs, -(-num_tokens // block_size))
+    lengths = [num_tokens // num_seqs + (i < num_tokens % num_seqs) for i in range(num_seqs)]
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    starts = torch.zeros(num_seqs + 1, dtype=torch.int32, device=device)
+    starts[1:] = seq_lens.cumsum(0)
+    metadata = AttentionMetadata(
+        slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+        block_tables=torch.zeros(num_seqs, 1, dtype=torch.int32, device=device),
+        seq_lens=seq_lens,
+        query_start_loc=starts,
+        num_decodes=0,
+        max_query_len=max(lengths),
+        max_seq_len=max(lengths),
+        backend=backend,
+    )
+    ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    hidden = model(ids, ids, kv_cache, metadata)
+    model.compute_logits(hidden[:num_seqs]).softmax(dim=-1)
+
+
+def _log_facts(model: Decoder, config: EngineConfig, shape: ModelShape, load_s: float, prepare_s: float) -> None:
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    blocks = config.num_kv_blocks
+    tokens = blocks * config.block_size
+    cache = (blocks + 1) * kv_block_bytes(shape, config.block_size, config.dtype)
+    logger.info(
+        "%s: %.1f MiB of %s weights on %s, loaded in %.1f s; KV cache of %d blocks x %d tokens = %d tokens, %.1f MiB, "
+        "room for %.1f requests of %d tokens; attention backend %s, %d threads, prepared in %.1f s",
+        config.model, weights / 2**20, config.dtype, config.device, load_s, blocks, config.block_size, tokens,
+        cache / 2**20, tokens / config.max_model_len, config.max_model_len, config.attention_backend,
+        config.num_threads, prepare_s,
+    )  # fmt: skip
