@@ -7,29 +7,51 @@ from functools import cache
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import carray
 
-from paged_kernels.cpu.micro import BUILD_TAG, copy_row
-from paged_kernels.cpu.runtime import COMPILE_OPTIONS, PARALLEL_LOCK, flat, use_threads
+from paged_kernels.cpu.micro import BUILD_TAG, copy_row, fetch_add, pointer
+from paged_kernels.cpu.runtime import UNBOUNDED, compile_kernel, element_type, fill, launch, record_type, thread_count
 
-_PARALLEL_ELEMENTS = 1 << 16  # below this, starting threads costs more than the copy
+_PARALLEL_ELEMENTS = 1 << 17  # below this, waking threads costs more than the copy
+_TOKENS_PER_ITEM = 64
+_ARGUMENTS = record_type(
+    "key value k_cache v_cache slots counter",
+    "tokens heads block_size key_token key_head value_token value_head k_block k_head k_token v_block v_head v_token",
+)
 
 
 @cache
-def _build(head_dim: int, parallel: bool):
+def _build(head_dim: int, element: type):
     tag, dim = BUILD_TAG, head_dim
 
-    def kernel(src, dst, slots, heads, block_size, s_t, s_h, d_b, d_h, d_t):
-        for token in prange(slots.size):
-            _ = tag
-            slot = slots[token]
-            if slot >= 0:
-                block = slot // block_size
-                at = block * d_b + (slot - block * block_size) * d_t
-                for head in range(heads):
-                    copy_row(dst, at + head * d_h, src, token * s_t + head * s_h, dim)
+    def write(arguments):
+        _ = tag
+        args = carray(arguments, 1)[0]
+        key = carray(pointer(args.key), UNBOUNDED, element)
+        value = carray(pointer(args.value), UNBOUNDED, element)
+        k_cache = carray(pointer(args.k_cache), UNBOUNDED, element)
+        v_cache = carray(pointer(args.v_cache), UNBOUNDED, element)
+        slots = carray(pointer(args.slots), args.tokens, np.int64)
+        counter = carray(pointer(args.counter), 1, np.int64)
+        while True:
+            first = fetch_add(counter, 0) * _TOKENS_PER_ITEM
+            if first >= args.tokens:
+                break
+            for token in range(first, min(args.tokens, first + _TOKENS_PER_ITEM)):
+                slot = slots[token]
+                if slot < 0:
+                    continue
+                block = slot // args.block_size
+                offset = slot - block * args.block_size
+                k_at = block * args.k_block + offset * args.k_token
+                v_at = block * args.v_block + offset * args.v_token
+                for head in range(args.heads):
+                    from_k = token * args.key_token + head * args.key_head
+                    from_v = token * args.value_token + head * args.value_head
+                    copy_row(k_cache, k_at + head * args.k_head, key, from_k, dim)
+                    copy_row(v_cache, v_at + head * args.v_head, value, from_v, dim)
 
-    return njit(parallel=parallel, **COMPILE_OPTIONS)(kernel)
+    return compile_kernel(write, _ARGUMENTS)
 
 
 def write_kv(
@@ -40,30 +62,15 @@ def write_kv(
     slot_mapping: torch.Tensor,
 ) -> None:
     """See `ops.write_kv`; arguments are validated there."""
-    heads, dim = key.shape[1:]
-    slots = slot_mapping.numpy()
-    parallel = key.numel() >= _PARALLEL_ELEMENTS
-    kernel = _build(dim, parallel)
-    if parallel:
-        PARALLEL_LOCK.acquire()
-    try:
-        if parallel:
-            use_threads()
-        for src, dst in ((key, k_cache), (value, v_cache)):
-            s_b, s_h, s_t, _ = dst.stride()
-            kernel(
-                flat(src), flat(dst), slots, heads, dst.shape[2],
-                src.stride(0), src.stride(1), s_b, s_h, s_t,
-            )  # fmt: skip
-    finally:
-        if parallel:
-            PARALLEL_LOCK.release()
-
-
-def warmup(head_dim: int, heads: int, block_size: int, dtype: torch.dtype) -> None:
-    """Compile both variants by writing to the slots of one token and of many."""
-    cache = torch.zeros(1, heads, block_size, head_dim, dtype=dtype)
-    for tokens in (1, -(-_PARALLEL_ELEMENTS // (heads * head_dim))):
-        rows = torch.zeros(tokens, heads, head_dim, dtype=dtype)
-        slots = torch.from_numpy(np.full(tokens, -1, dtype=np.int64))
-        write_kv(rows, rows, cache, cache, slots)
+    tokens, heads, dim = key.shape
+    counter = np.zeros(1, dtype=np.int64)
+    k_block, k_head, k_token, _ = k_cache.stride()
+    v_block, v_head, v_token, _ = v_cache.stride()
+    record = fill(
+        _ARGUMENTS, key=key, value=value, k_cache=k_cache, v_cache=v_cache, slots=slot_mapping, counter=counter,
+        tokens=tokens, heads=heads, block_size=k_cache.shape[2],
+        key_token=key.stride(0), key_head=key.stride(1), value_token=value.stride(0), value_head=value.stride(1),
+        k_block=k_block, k_head=k_head, k_token=k_token, v_block=v_block, v_head=v_head, v_token=v_token,
+    )  # fmt: skip
+    threads = thread_count() if key.numel() >= _PARALLEL_ELEMENTS else 1
+    launch(_build(dim, element_type(key.dtype)), record, threads)

@@ -11,7 +11,7 @@ knows about pages, sequences or threads; `decode.py` and `prefill.py` call it.
 
 The instructions carry their own fast-math flags (contract everywhere, reassoc on horizontal sums). Callers
 must not be compiled with numba's `fastmath`: it rewrites the flags of every instruction, and reassociation
-would fold away the rounding trick in `_exp2`.
+would fold away the rounding trick in `_Emit.exp2`.
 """
 
 import itertools
@@ -176,14 +176,41 @@ class _Emit:
 
 
 @intrinsic
-def fetch_add(typingctx, counter):
-    """Atomically take the next work item: returns counter[0] and adds one. counter: int64 [1]."""
+def fetch_add(typingctx, counter, index):
+    """Atomically add one to counter[index] (int64) and return what it was; orders the memory around it.
+
+    Work items are taken with it, and the worker that finishes the last part of a result learns so.
+    """
 
     def codegen(context, builder, sig, args):
         data = context.make_array(sig.args[0])(context, builder, value=args[0]).data
-        return builder.atomic_rmw("add", data, ir.Constant(_I64, 1), "monotonic")
+        return builder.atomic_rmw("add", builder.gep(data, [args[1]]), ir.Constant(_I64, 1), "acq_rel")
 
-    return types.int64(counter), codegen
+    return types.int64(counter, types.int64), codegen
+
+
+@intrinsic
+def call_kernel(typingctx, address, record):
+    """Call a compiled kernel, `void (void *)`, with the address of its argument record."""
+
+    def codegen(context, builder, sig, args):
+        pointer = ir.IntType(8).as_pointer()
+        signature = ir.FunctionType(ir.VoidType(), [pointer])
+        function = builder.inttoptr(args[0], signature.as_pointer())
+        builder.call(function, [builder.inttoptr(args[1], pointer)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def pointer(typingctx, address):
+    """An address as a typeless pointer, for `numba.carray`."""
+
+    def codegen(context, builder, sig, args):
+        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), codegen
 
 
 @intrinsic

@@ -17,7 +17,7 @@ from functools import cache
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import carray
 
 from paged_kernels.cpu.micro import (
     BUILD_TAG,
@@ -28,10 +28,18 @@ from paged_kernels.cpu.micro import (
     load_row,
     panel_scores,
     panel_softmax,
+    pointer,
 )
-from paged_kernels.cpu.runtime import COMPILE_OPTIONS, PARALLEL_LOCK, flat, use_threads
+from paged_kernels.cpu.runtime import UNBOUNDED, compile_kernel, element_type, fill, launch, record_type, thread_count
 
 _ROWS = 64  # query rows per item; fewer when that would leave threads idle
+_PARALLEL_ELEMENTS = 1 << 15  # query elements; below this, waking threads costs more than the work
+_ARGUMENTS = record_type(
+    "query k_cache v_cache tables lens starts out tile_seq tile_at counter",
+    "seqs tiles tokens_per_tile heads block_size table_row query_token query_head out_token out_head "
+    "k_block k_head k_token v_block v_head v_token",
+    "scale",
+)
 
 
 def _key_tile(head_dim: int) -> int:
@@ -40,91 +48,101 @@ def _key_tile(head_dim: int) -> int:
 
 
 @cache
-def _build(head_dim: int, group: int):
+def _build(head_dim: int, group: int, element: type):
     """The kernel for one head size and group; one function for the reason given in `decode._build`."""
-    tag, dim, rows_per_token, tile = BUILD_TAG, head_dim, group, _key_tile(head_dim)
+    tag, dim, per_token, tile = BUILD_TAG, head_dim, group, _key_tile(head_dim)
 
-    def kernel(q, q_t, q_h, kc, k_s, vc, v_s, tables, lens, starts, block_size, scale, out, o_t, o_h,
-               tile_seq, tile_at, tokens_per_tile, heads, counter, workers):  # fmt: skip
-        for _worker in prange(workers):
-            _ = tag
-            panels = (tokens_per_tile * rows_per_token + PANEL - 1) // PANEL
-            query = np.zeros(panels * dim * PANEL, dtype=np.float32)
-            o = np.empty(panels * PANEL * dim, dtype=np.float32)
-            m = np.empty(panels * PANEL, dtype=np.float32)
-            norm = np.empty(panels * PANEL, dtype=np.float32)
-            alpha = np.empty(panels * PANEL, dtype=np.float32)
-            keys = np.zeros(tile * dim, dtype=np.float32)
-            values = np.empty(tile * dim, dtype=np.float32)
-            s = np.empty(tile * PANEL, dtype=np.float32)
-            row_buf = np.empty(dim, dtype=np.float32)
-            while True:
-                item = fetch_add(counter)
-                if item >= tile_seq.size * heads:
-                    break
-                index = item // heads
-                head = item - index * heads
-                seq = np.int64(tile_seq[index])
-                begin, q_end = np.int64(starts[seq]), np.int64(starts[seq + 1])
-                first = begin + np.int64(tile_at[index])
-                count = min(np.int64(tokens_per_tile), q_end - first)
-                rows = count * rows_per_token
-                pos0 = np.int64(lens[seq]) - (q_end - begin) + (first - begin)
-                for r in range(rows):
-                    token = r // rows_per_token
-                    q_head = head * rows_per_token + r - token * rows_per_token
-                    load_row(row_buf, 0, q, (first + token) * q_t + q_head * q_h, scale, dim)
-                    base = (r // PANEL) * dim * PANEL + r % PANEL
-                    for d in range(dim):
-                        query[base + d * PANEL] = row_buf[d]
-                o[:] = 0.0
-                norm[:] = 0.0
-                m[:] = -np.inf
-                context = pos0 + count
-                for t0 in range(0, context, tile):
-                    stop = min(t0 + tile, context)
-                    t = t0
-                    while t < stop:
-                        page = t // block_size
-                        many = min((page + 1) * block_size, stop) - t
-                        block = np.int64(tables[seq, page])
-                        within = t - page * block_size
-                        k_at = block * k_s[0] + head * k_s[1] + within * k_s[2]
-                        v_at = block * v_s[0] + head * v_s[1] + within * v_s[2]
-                        for i in range(many):
-                            copy_row(keys, (t - t0 + i) * dim, kc, k_at + i * k_s[2], dim)
-                            copy_row(values, (t - t0 + i) * dim, vc, v_at + i * v_s[2], dim)
-                        t += many
-                    for panel in range((rows + PANEL - 1) // PANEL):
-                        row0 = panel * PANEL
-                        last_row = min(rows, row0 + PANEL) - 1
-                        low = pos0 + row0 // rows_per_token
-                        span = min(stop, pos0 + last_row // rows_per_token + 1) - t0
-                        if span <= 0:
-                            continue
-                        padded = (span + 3) // 4 * 4
-                        panel_scores(s, keys, padded, query, row0 * dim, dim)
-                        for t in range(max(0, low + 1 - t0), span):
-                            for lane in range(PANEL):
-                                if t0 + t > pos0 + (row0 + lane) // rows_per_token:
-                                    s[t * PANEL + lane] = -np.inf
-                        panel_softmax(s, span, m, norm, alpha, row0)
-                        for r in range(row0, row0 + PANEL):
-                            load_row(o, r * dim, o, r * dim, alpha[r], dim)
-                        add_values(o, row0 * dim, s, 0, 1, PANEL, values, 0, dim, span, PANEL, dim)
-                for r in range(rows):
-                    token = r // rows_per_token
-                    q_head = head * rows_per_token + r - token * rows_per_token
-                    inverse = np.float32(0.0) if norm[r] == 0.0 else np.float32(1.0) / norm[r]
-                    at = (first + token) * o_t + q_head * o_h
-                    load_row(out, at, o, r * dim, inverse, dim)
+    def prefill(arguments):
+        _ = tag
+        args = carray(arguments, 1)[0]
+        q = carray(pointer(args.query), UNBOUNDED, element)
+        kc = carray(pointer(args.k_cache), UNBOUNDED, element)
+        vc = carray(pointer(args.v_cache), UNBOUNDED, element)
+        out = carray(pointer(args.out), UNBOUNDED, element)
+        tables = carray(pointer(args.tables), UNBOUNDED, np.int32)
+        lens = carray(pointer(args.lens), args.seqs, np.int32)
+        starts = carray(pointer(args.starts), args.seqs + 1, np.int32)
+        tile_seq = carray(pointer(args.tile_seq), args.tiles, np.int32)
+        tile_at = carray(pointer(args.tile_at), args.tiles, np.int32)
+        counter = carray(pointer(args.counter), 1, np.int64)
+        heads, block_size = args.heads, args.block_size
+        panels = (args.tokens_per_tile * per_token + PANEL - 1) // PANEL
+        query = np.zeros(panels * dim * PANEL, dtype=np.float32)
+        o = np.empty(panels * PANEL * dim, dtype=np.float32)
+        top = np.empty(panels * PANEL, dtype=np.float32)
+        norm = np.empty(panels * PANEL, dtype=np.float32)
+        alpha = np.empty(panels * PANEL, dtype=np.float32)
+        keys = np.zeros(tile * dim, dtype=np.float32)
+        values = np.empty(tile * dim, dtype=np.float32)
+        s = np.empty(tile * PANEL, dtype=np.float32)
+        buffer = np.empty(dim, dtype=np.float32)
+        while True:
+            item = fetch_add(counter, 0)
+            if item >= args.tiles * heads:
+                break
+            # The last tiles see the longest contexts: taking them first evens out the finish.
+            index = args.tiles - 1 - item // heads
+            head = item % heads
+            seq = np.int64(tile_seq[index])
+            begin, q_end = np.int64(starts[seq]), np.int64(starts[seq + 1])
+            first = begin + np.int64(tile_at[index])
+            count = min(args.tokens_per_tile, q_end - first)
+            rows = count * per_token
+            pos0 = np.int64(lens[seq]) - (q_end - first)  # position of the tile's first token
+            for r in range(rows):
+                q_head = head * per_token + r % per_token
+                at = (first + r // per_token) * args.query_token + q_head * args.query_head
+                load_row(buffer, 0, q, at, args.scale, dim)
+                base = (r // PANEL) * dim * PANEL + r % PANEL
+                for d in range(dim):
+                    query[base + d * PANEL] = buffer[d]
+            for r in range(panels * PANEL):
+                top[r] = -np.inf
+                norm[r] = 0.0
+            for i in range(panels * PANEL * dim):
+                o[i] = 0.0
+            for t0 in range(0, pos0 + count, tile):
+                stop = min(t0 + tile, pos0 + count)
+                t = t0
+                while t < stop:
+                    page = t // block_size
+                    many = min((page + 1) * block_size, stop) - t
+                    block = np.int64(tables[seq * args.table_row + page])
+                    within = t - page * block_size
+                    k_at = block * args.k_block + head * args.k_head + within * args.k_token
+                    v_at = block * args.v_block + head * args.v_head + within * args.v_token
+                    for i in range(many):
+                        copy_row(keys, (t - t0 + i) * dim, kc, k_at + i * args.k_token, dim)
+                        copy_row(values, (t - t0 + i) * dim, vc, v_at + i * args.v_token, dim)
+                    t += many
+                for panel in range((rows + PANEL - 1) // PANEL):
+                    row0 = panel * PANEL
+                    low = pos0 + row0 // per_token
+                    high = pos0 + (min(rows, row0 + PANEL) - 1) // per_token
+                    span = min(stop, high + 1) - t0
+                    if span <= 0:
+                        continue
+                    panel_scores(s, keys, (span + 3) // 4 * 4, query, row0 * dim, dim)
+                    for t in range(max(0, low + 1 - t0), span):
+                        for lane in range(PANEL):
+                            if t0 + t > pos0 + (row0 + lane) // per_token:
+                                s[t * PANEL + lane] = -np.inf
+                    panel_softmax(s, span, top, norm, alpha, row0)
+                    for r in range(row0, row0 + PANEL):
+                        load_row(o, r * dim, o, r * dim, alpha[r], dim)
+                    add_values(o, row0 * dim, s, 0, 1, PANEL, values, 0, dim, span, PANEL, dim)
+            for r in range(rows):
+                q_head = head * per_token + r % per_token
+                inverse = np.float32(0.0) if norm[r] == 0.0 else np.float32(1.0) / norm[r]
+                at = (first + r // per_token) * args.out_token + q_head * args.out_head
+                load_row(out, at, o, r * dim, inverse, dim)
 
-    return njit(parallel=True, **COMPILE_OPTIONS)(kernel)
+    return compile_kernel(prefill, _ARGUMENTS)
 
 
 def _tiles(query_lens: np.ndarray, tokens: int):
     """(sequence, first query token within it) of every tile, as two int32 arrays."""
-    counts = (np.maximum(query_lens, 0).astype(np.int64) + tokens - 1) // tokens
+    counts = (query_lens.astype(np.int64) + tokens - 1) // tokens
     ends = np.cumsum(counts)
     seq = np.repeat(np.arange(query_lens.size, dtype=np.int32), counts)
     within = np.arange(seq.size, dtype=np.int64) - np.repeat(ends - counts, counts)
@@ -142,21 +160,25 @@ def prefill_attention(
     out: torch.Tensor,
 ) -> None:
     """query, out: [total_q, num_q_heads, head_dim] addressed by query_start_loc; writes out's rows."""
-    heads, block_size = k_cache.shape[1], k_cache.shape[2]
-    group = query.shape[1] // heads
-    starts = query_start_loc.numpy()
-    query_lens = np.diff(starts)
-    kernel = _build(query.shape[2], group)
-    with PARALLEL_LOCK:
-        workers = use_threads()
-        tokens = max(1, _ROWS // group)
-        while tokens * group > PANEL and -(-int(query_lens.sum()) // tokens) * heads < 2 * workers:
-            tokens = -(-tokens // 2)
-        tile_seq, tile_at = _tiles(query_lens, tokens)
-        kernel(
-            flat(query), query.stride(0), query.stride(1),
-            flat(k_cache), k_cache.stride(), flat(v_cache), v_cache.stride(),
-            block_tables.numpy(), seq_lens.numpy(), starts, block_size,
-            np.float32(scale * math.log2(math.e)), flat(out), out.stride(0), out.stride(1),
-            tile_seq, tile_at, tokens, heads, np.zeros(1, dtype=np.int64), workers,
-        )  # fmt: skip
+    heads, (q_heads, dim) = k_cache.shape[1], query.shape[1:]
+    group = q_heads // heads
+    query_lens = np.diff(query_start_loc.numpy())
+    total = int(query_lens.sum())
+    threads = thread_count() if total * q_heads * dim >= _PARALLEL_ELEMENTS else 1
+    tokens = max(1, _ROWS // group)
+    while tokens * group > PANEL and -(-total // tokens) * heads < 2 * threads:
+        tokens = -(-tokens // 2)
+    tile_seq, tile_at = _tiles(query_lens, tokens)
+    counter = np.zeros(1, dtype=np.int64)
+    k_block, k_head, k_token, _ = k_cache.stride()
+    v_block, v_head, v_token, _ = v_cache.stride()
+    record = fill(
+        _ARGUMENTS, query=query, k_cache=k_cache, v_cache=v_cache, tables=block_tables, lens=seq_lens,
+        starts=query_start_loc, out=out, tile_seq=tile_seq, tile_at=tile_at, counter=counter,
+        seqs=query_lens.size, tiles=tile_seq.size, tokens_per_tile=tokens, heads=heads,
+        block_size=k_cache.shape[2], table_row=block_tables.stride(0),
+        query_token=query.stride(0), query_head=query.stride(1), out_token=out.stride(0), out_head=out.stride(1),
+        k_block=k_block, k_head=k_head, k_token=k_token, v_block=v_block, v_head=v_head, v_token=v_token,
+        scale=scale * math.log2(math.e),
+    )  # fmt: skip
+    launch(_build(dim, group, element_type(query.dtype)), record, threads)
