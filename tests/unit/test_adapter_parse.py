@@ -1,0 +1,248 @@
+"""Parsing of requests: which tensor wins, what is refused and with which field. Runs without a server."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from paged_backend.errors import InvalidRequestError, UnsupportedError
+from paged_backend.sampling_params import SamplingParams
+from paged_backend.triton_adapter.parse import is_stop, parse_request, stop_options
+from paged_backend.triton_adapter.pb import printable
+from paged_backend.triton_adapter.tensors import LLM_OUTPUTS
+
+ALL_OUTPUTS = {spec.name for spec in LLM_OUTPUTS}
+
+
+class Tensor:
+    def __init__(self, name, array):
+        self._name, self._array = name, array
+
+    def name(self):
+        return self._name
+
+    def as_numpy(self):
+        return self._array
+
+
+class Request:
+    """The part of the stub's InferenceRequest that parsing reads; values are given as Python ones."""
+
+    def __init__(self, parameters=None, outputs=ALL_OUTPUTS, **tensors):
+        self._parameters = parameters
+        self._outputs = outputs
+        self._tensors = [Tensor(name, self._array(value)) for name, value in tensors.items()]
+
+    @staticmethod
+    def _array(value):
+        if isinstance(value, np.ndarray):
+            return value
+        if isinstance(value, bool):
+            return np.array([value])
+        if isinstance(value, (str, bytes)):
+            return np.array([value.encode() if isinstance(value, str) else value], dtype=object)
+        return np.array(value, dtype=np.int32)
+
+    def inputs(self):
+        return self._tensors
+
+    def parameters(self):
+        return "" if self._parameters is None else json.dumps(self._parameters)
+
+    def requested_output_names(self):
+        return set(self._outputs)
+
+
+def refused(request, error=InvalidRequestError, **options):
+    with pytest.raises(error) as info:
+        parse_request(request, **options)
+    assert info.value.field is not None
+    assert f"`{info.value.field}`" in str(info.value)
+    return info.value
+
+
+def test_text_request_with_defaults():
+    parsed = parse_request(Request(text_input="Hi"))
+    assert (parsed.prompt, parsed.field, parsed.params) == ("Hi", "text_input", SamplingParams())
+    assert not parsed.options.stream
+    assert parsed.options.prefix == "Hi"
+    assert parsed.options.outputs == {"text_output"}
+
+
+def test_token_request_with_defaults():
+    parsed = parse_request(Request(input_ids=[3, 4]))
+    assert (parsed.prompt, parsed.field) == ([3, 4], "input_ids")
+    assert parsed.options.prefix == ""
+    assert parsed.options.outputs == {"output_ids", "sequence_index"}
+
+
+def test_prompt_text_goes_before_the_output_of_token_requests():
+    outputs = {"text_window_ids", "text_window_spans", "text_prefix", "finish_reason"}
+    parsed = parse_request(Request(input_ids=[3], prompt_text="Hi", outputs=outputs))
+    assert parsed.options.prefix == "Hi"
+    assert parsed.options.outputs == outputs - {"finish_reason"}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "prefix"),
+    [
+        ({}, "Hi"),
+        ({"exclude_input_in_output": False}, "Hi"),
+        ({"exclude_input_in_output": True}, ""),
+        ({"stream": False}, "Hi"),
+        ({"stream": True}, ""),
+        ({"stream": True, "exclude_input_in_output": True}, ""),
+    ],
+)
+def test_prompt_is_prepended_unless_streaming_or_excluded(tensors, prefix):
+    assert parse_request(Request(text_input="Hi", **tensors)).options.prefix == prefix
+
+
+def test_streaming_with_the_prompt_is_refused_in_the_vllm_backends_words():
+    error = refused(Request(text_input="Hi", stream=True, exclude_input_in_output=False))
+    assert str(error) == "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
+
+
+def test_only_requested_and_flagged_outputs_are_computed():
+    flags = {"return_finish_reason": True, "return_num_input_tokens": False, "return_num_output_tokens": True}
+    parsed = parse_request(Request(text_input="Hi", **flags))
+    assert parsed.options.outputs == {"text_output", "finish_reason", "num_output_tokens"}
+    parsed = parse_request(Request(text_input="Hi", outputs={"text_output", "output_ids"}, **flags))
+    assert parsed.options.outputs == {"text_output", "output_ids"}
+
+
+@pytest.mark.parametrize("flag", ["return_logprobs", "return_cumulative_logprob"])
+def test_outputs_not_served_are_refused_only_when_asked_for(flag):
+    parse_request(Request(text_input="Hi", **{flag: False}))
+    assert refused(Request(text_input="Hi", **{flag: True}), UnsupportedError).field == flag
+
+
+def test_text_outputs_need_a_tokenizer():
+    request = Request(input_ids=[1], outputs={"output_ids", "text_output"})
+    assert refused(request, UnsupportedError, has_tokenizer=False).field == "text_output"
+    assert parse_request(Request(input_ids=[1]), has_tokenizer=False).prompt == [1]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "field"),
+    [
+        ({}, "text_input"),
+        ({"stream": True}, "text_input"),
+        ({"text_input": ""}, "text_input"),
+        ({"text_input": "a", "input_ids": [1]}, "input_ids"),
+        ({"input_ids": []}, "input_ids"),
+        ({"input_ids": [[1, 2]]}, "input_ids"),
+        ({"input_ids": np.array([1], dtype=np.int64)}, "input_ids"),
+        ({"text_input": b"\xff\xfe"}, "text_input"),
+        ({"text_input": np.array([1], dtype=np.int32)}, "text_input"),
+        ({"text_input": np.array([b"a", b"b"], dtype=object)}, "text_input"),
+        ({"text_input": np.array([], dtype=object)}, "text_input"),
+        ({"text_input": "a", "stream": np.array([1], dtype=np.int32)}, "stream"),
+        ({"text_input": "a", "stream": np.array([], dtype=bool)}, "stream"),
+        ({"text_input": "a", "exclude_input_in_output": np.array([True, False])}, "exclude_input_in_output"),
+        ({"text_input": "a", "sampling_parameters": b"\xff"}, "sampling_parameters"),
+    ],
+)
+def test_bad_tensors_are_refused_by_name(tensors, field):
+    assert refused(Request(**tensors)).field == field
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "7", '"x"', "null", "{'a': 1}", '{"a": }', "[" * 100_000])
+def test_malformed_json_names_the_tensor(text):
+    assert refused(Request(text_input="a", sampling_parameters=text)).field == "sampling_parameters"
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ('{"temperature": NaN}', "temperature"),
+        ('{"temperature": Infinity}', "temperature"),
+        ('{"temperature": 1e999}', "temperature"),
+        ('{"temperature": "nan"}', "temperature"),
+        ('{"temperature": "NaN"}', "temperature"),
+        ('{"temperature": -0.1}', "temperature"),
+        ('{"temperature": true}', "temperature"),
+        ('{"temperature": null}', "temperature"),
+        ('{"temperature": [1]}', "temperature"),
+        ('{"top_p": NaN}', "top_p"),
+        ('{"top_p": 0}', "top_p"),
+        ('{"top_p": 1.5}', "top_p"),
+        ('{"min_p": NaN}', "min_p"),
+        ('{"top_k": NaN}', "top_k"),
+        ('{"top_k": -2}', "top_k"),
+        ('{"seed": NaN}', "seed"),
+        ('{"seed": 1.5}', "seed"),
+        ('{"max_tokens": NaN}', "max_tokens"),
+        ('{"max_tokens": 0}', "max_tokens"),
+        ('{"max_tokens": "many"}', "max_tokens"),
+        ('{"max_tokens": 2.5}', "max_tokens"),
+        ('{"ignore_eos": 1}', "ignore_eos"),
+        ('{"stop": [NaN]}', "stop"),
+        ('{"stop": ""}', "stop"),
+        ('{"stop": 3}', "stop"),
+        ('{"stop_token_ids": "x"}', "stop_token_ids"),
+        ('{"stop_token_ids": [1.5]}', "stop_token_ids"),
+        ('{"n": 2}', "n"),
+        ('{"max_token": 5}', "max_token"),
+    ],
+)
+def test_bad_parameters_are_refused_by_name(text, field):
+    assert refused(Request(text_input="a", sampling_parameters=text)).field == field
+    values = json.loads(text)
+    assert refused(Request(text_input="a", parameters=values)).field == field
+
+
+def test_the_tensor_wins_over_request_parameters():
+    request = Request(
+        {"max_tokens": 5, "temperature": 0.5}, text_input="a", sampling_parameters='{"max_tokens": 7, "top_k": 3}'
+    )
+    assert parse_request(request).params == SamplingParams(max_tokens=7, top_k=3)
+
+
+def test_values_may_be_spelled_as_strings():
+    values = {
+        "max_tokens": "100",
+        "temperature": "0.5",
+        "top_p": "1",
+        "seed": "None",
+        "ignore_eos": "false",
+        "skip_special_tokens": "False",
+        "include_stop_str_in_output": "true",
+        "stop": "3",
+        "stop_token_ids": "[1, 2]",
+    }
+    expected = SamplingParams(
+        max_tokens=100,
+        temperature=0.5,
+        top_p=1.0,
+        ignore_eos=False,
+        skip_special_tokens=False,
+        include_stop_str_in_output=True,
+        stop="3",
+        stop_token_ids=[1, 2],
+    )
+    parsed = parse_request(Request(values, text_input="a"))
+    assert parsed.params == expected
+    assert not parsed.options.skip_special_tokens
+    assert parse_request(Request(text_input="a", sampling_parameters=json.dumps(values))).params == expected
+
+
+def test_parameters_meant_for_the_server_are_not_ours():
+    values = {"id": "r1", "priority": 3, "triton_enable_empty_final_response": True, "X-Tenant": "a", "top_k": 4}
+    assert parse_request(Request(values, text_input="a")).params == SamplingParams(top_k=4)
+
+
+def test_stop_is_recognised_whatever_else_is_sent():
+    assert is_stop(Request(stop=True, text_input=""))
+    assert not is_stop(Request(stop=False, text_input="a"))
+    assert not is_stop(Request(text_input="a"))
+    assert stop_options(Request(stop=True)).outputs == {"text_output"}
+    assert stop_options(Request(stop=True, outputs={"text_window_ids"})).outputs == {"text_window_ids"}
+
+
+def test_messages_can_always_cross_to_the_server():
+    error = refused(Request(text_input="a", sampling_parameters='{"\\ud800": 1}'))
+    assert printable(str(error)).encode("utf-8")
+    assert len(printable("x" * 10_000)) <= 2000

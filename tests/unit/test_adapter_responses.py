@@ -1,0 +1,329 @@
+"""Merging of deltas, FINAL exactly once, and the detokenizer's view of it, against a stand-in for the stub's module."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+from paged_backend.engine.outputs import SequenceDelta, TextSpan
+from paged_backend.errors import EngineDeadError, OverloadedError
+from paged_backend.triton_adapter.parse import ResponseOptions
+from paged_backend.triton_adapter.sender import ResponseStream, SenderThread
+from paged_backend.triton_adapter.text_models import DetokenizerModel, TokenizerModel
+
+FINAL = 1
+TEXT = frozenset({"text_output"})
+
+
+class Tensor:
+    def __init__(self, name, array):
+        self._name, self._array = name, array
+
+    def name(self):
+        return self._name
+
+    def as_numpy(self):
+        return self._array
+
+
+class Response:
+    def __init__(self, output_tensors=(), error=None):
+        self.tensors = {tensor.name(): tensor.as_numpy() for tensor in output_tensors}
+        self.error = error
+
+
+class TritonError:
+    INTERNAL, INVALID_ARG, UNAVAILABLE, CANCELLED = "INTERNAL", "INVALID_ARG", "UNAVAILABLE", "CANCELLED"
+
+    def __init__(self, message, code=INTERNAL):
+        self.message, self.code = message, code
+
+
+@pytest.fixture(autouse=True)
+def stub_module(monkeypatch):
+    module = ModuleType("triton_python_backend_utils")
+    module.Tensor, module.InferenceResponse, module.TritonError = Tensor, Response, TritonError
+    module.TRITONSERVER_RESPONSE_COMPLETE_FINAL = FINAL
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+class Sender:
+    """Behaves as the server's response sender does: nothing may follow FINAL."""
+
+    def __init__(self, fails=False):
+        self.sent, self.finals, self.cancelled, self.fails = [], 0, False, fails
+
+    def send(self, response=None, flags=0):
+        assert not self.finals, "sent after FINAL"
+        self.finals += flags == FINAL
+        if self.fails and response is not None and response.error is None:
+            raise RuntimeError("no shared memory left")
+        if response is not None:
+            self.sent.append(response)
+
+    def is_cancelled(self):
+        assert not self.finals, "asked after FINAL: the real server crashes"
+        return self.cancelled
+
+    @property
+    def texts(self):
+        return [r.tensors["text_output"][0].decode() for r in self.sent if r.error is None]
+
+
+def make_stream(sender, outputs=TEXT, stream=True, prefix="", schedule=lambda stream: None):
+    closed = []
+    result = ResponseStream(
+        "1:",
+        "",
+        sender,
+        ResponseOptions(stream, frozenset(outputs), prefix),
+        5,
+        schedule=schedule,
+        on_close=closed.append,
+    )
+    return result, closed
+
+
+def delta(text="", ids=(1,), index=0, finish=None, last=False, span=None):
+    return SequenceDelta("1:", index, list(ids), text, span, finish, None, last)
+
+
+def test_each_piece_is_sent_and_final_rides_on_the_last():
+    sender = Sender()
+    stream, closed = make_stream(sender)
+    for event in (delta("a"), delta("b"), delta("c", finish="length", last=True)):
+        stream.sink(event)
+        stream.flush()
+    assert sender.texts == ["a", "b", "c"]
+    assert sender.finals == 1
+    assert closed == [stream]
+
+
+def test_pieces_that_pile_up_are_merged():
+    sender, scheduled = Sender(), []
+    stream, _ = make_stream(sender, {"text_output", "output_ids", "num_output_tokens"}, schedule=scheduled.append)
+    for i, letter in enumerate("abc"):
+        stream.sink(delta(letter, ids=[i]))
+    assert scheduled == [stream], "one flush takes them all"
+    stream.flush()
+    (response,) = sender.sent
+    assert sender.texts == ["abc"]
+    assert response.tensors["output_ids"].tolist() == [0, 1, 2]
+    assert response.tensors["num_output_tokens"].tolist() == [3]
+    stream.sink(delta("d", ids=[3], finish="stop", last=True))
+    stream.flush()
+    assert sender.texts == ["abc", "d"]
+    assert len(scheduled) == 2
+
+
+def test_steps_without_text_wait_and_lose_no_tokens():
+    sender, scheduled = Sender(), []
+    stream, _ = make_stream(sender, {"text_output", "num_output_tokens"}, schedule=scheduled.append)
+    stream.sink(delta("", ids=[1]))
+    stream.sink(delta("", ids=[2]))
+    assert not scheduled
+    stream.sink(delta("é", ids=[3]))
+    stream.flush()
+    assert sender.texts == ["é"]
+    assert sender.sent[0].tensors["num_output_tokens"].tolist() == [3]
+
+
+def test_final_goes_alone_when_the_last_step_has_no_text():
+    sender = Sender()
+    stream, _ = make_stream(sender)
+    stream.sink(delta("a"))
+    stream.flush()
+    stream.sink(delta("", ids=[2], finish="stop", last=True))
+    stream.flush()
+    assert sender.texts == ["a"]
+    assert sender.finals == 1
+
+
+@pytest.mark.parametrize("wanted", ["finish_reason", "num_output_tokens", "output_ids"])
+def test_what_else_was_asked_for_is_said_without_text(wanted):
+    sender = Sender()
+    stream, _ = make_stream(sender, {"text_output", wanted})
+    stream.sink(delta("", ids=[2], finish="stop", last=True))
+    stream.flush()
+    assert sender.texts == [""]
+    assert wanted in sender.sent[0].tensors
+    assert sender.finals == 1
+
+
+def test_token_streams_send_every_token_at_once():
+    sender = Sender()
+    stream, _ = make_stream(sender, {"output_ids", "sequence_index"})
+    stream.sink(delta("", ids=[7]))
+    stream.flush()
+    stream.sink(delta("x", ids=[8], finish="length", last=True))
+    stream.flush()
+    assert [r.tensors["output_ids"].tolist() for r in sender.sent] == [[7], [8]]
+    assert [r.tensors["sequence_index"].tolist() for r in sender.sent] == [[0], [0]]
+    assert sender.finals == 1
+
+
+def test_without_streaming_there_is_exactly_one_response():
+    sender, scheduled = Sender(), []
+    outputs = {"text_output", "finish_reason", "num_input_tokens", "num_output_tokens"}
+    stream, _ = make_stream(sender, outputs, stream=False, prefix="Q: ", schedule=scheduled.append)
+    stream.sink(delta("a"))
+    stream.sink(delta("b"))
+    assert not scheduled
+    stream.sink(delta("", finish="stop", last=True))
+    assert scheduled == [stream]
+    stream.flush()
+    (response,) = sender.sent
+    assert sender.texts == ["Q: ab"]
+    assert response.tensors["finish_reason"].tolist() == [b"stop"]
+    assert response.tensors["num_input_tokens"].tolist() == [5]
+    assert response.tensors["num_output_tokens"].tolist() == [3]
+    assert sender.finals == 1
+
+
+def test_sequences_of_one_request_answer_by_index():
+    sender = Sender()
+    stream, _ = make_stream(sender, {"text_output", "sequence_index"}, stream=False)
+    stream.sink(delta("b", index=1, finish="length"))
+    stream.sink(delta("a", index=0, finish="length", last=True))
+    stream.flush()
+    assert sender.sent[0].tensors["text_output"].tolist() == [b"a", b"b"]
+    assert sender.sent[0].tensors["sequence_index"].tolist() == [0, 1]
+    sender = Sender()
+    stream, _ = make_stream(sender, {"text_output", "sequence_index"})
+    stream.sink(delta("b", index=1, finish="length"))
+    stream.sink(delta("a", index=0, finish="length", last=True))
+    stream.flush()
+    assert [r.tensors["sequence_index"].tolist() for r in sender.sent] == [[0], [1]]
+    assert sender.finals == 1
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_cancelled_requests_end_with_an_error(is_stream):
+    sender = Sender()
+    stream, closed = make_stream(sender, stream=is_stream)
+    stream.sink(delta("a"))
+    sender.cancelled = True
+    assert stream.poll_cancelled()
+    stream.flush()
+    assert not sender.sent
+    stream.sink(delta("b", ids=(), finish="abort", last=True))
+    stream.flush()
+    assert [r.error.code for r in sender.sent] == ["CANCELLED"]
+    assert sender.finals == 1
+    assert closed == [stream]
+    assert not stream.poll_cancelled(), "must not be asked after FINAL"
+
+
+@pytest.mark.parametrize(("error", "code"), [(EngineDeadError("x"), "INTERNAL"), (OverloadedError("x"), "UNAVAILABLE")])
+def test_engine_errors_end_the_request(error, code):
+    sender = Sender()
+    stream, closed = make_stream(sender)
+    stream.sink(error)
+    stream.flush()
+    assert [r.error.code for r in sender.sent] == [code]
+    assert sender.finals == 1
+    assert closed == [stream]
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_a_response_that_cannot_be_sent_ends_the_request(last):
+    sender = Sender(fails=True)
+    stream, closed = make_stream(sender)
+    stream.sink(delta("a", finish="length" if last else None, last=last))
+    stream.flush()
+    assert sender.finals == 1
+    assert closed == [stream]
+    assert stream.ended is last
+    stream.sink(delta("b", finish="length", last=True))
+    stream.flush()
+
+
+def test_the_sender_thread_sends_what_was_scheduled_before_it_stopped():
+    thread = SenderThread()
+    senders = [Sender() for _ in range(20)]
+    streams = [make_stream(sender, schedule=thread.schedule)[0] for sender in senders]
+    thread.start()
+
+    def produce():
+        for i in range(30):
+            for stream in streams:
+                stream.sink(delta(f"{i} ", finish="length" if i == 29 else None, last=i == 29))
+
+    producer = threading.Thread(target=produce)
+    producer.start()
+    producer.join()
+    thread.stop()
+    expected = "".join(f"{i} " for i in range(30))
+    assert all("".join(sender.texts) == expected and sender.finals == 1 for sender in senders)
+
+
+# ---- The ensemble's text models ----------------------------------------------------------------------------------
+
+
+class Letters:
+    """A tokenizer of one letter per id; id 0 is special."""
+
+    def encode(self, text):
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join("" if i == 0 and skip_special_tokens else chr(i) if i else "<s>" for i in ids)
+
+
+def run_model(kind, **tensors):
+    model = kind()
+    model._tokenizer = Letters()
+    (response,) = model.execute([SimpleNamespace(inputs=lambda: [Tensor(n, a) for n, a in tensors.items()])])
+    return response
+
+
+def strings(*values):
+    return np.array([value.encode() for value in values], dtype=object)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_merged_windows_decode_to_the_merged_text(skip):
+    outputs = {"text_window_ids", "text_window_spans", "text_prefix"}
+    sender = Sender()
+    options = ResponseOptions(False, frozenset(outputs), "Q: ", skip)
+    stream = ResponseStream("1:", "", sender, options, 1, schedule=lambda s: None, on_close=lambda s: None)
+    stream.sink(delta("ab", span=TextSpan([ord("a"), ord("b")], 0, 2)))
+    stream.sink(delta(""))
+    stream.sink(delta("c", span=TextSpan([ord("b"), ord("c"), ord("d")], 1, 2)))
+    stream.sink(delta("e", span=TextSpan([0, ord("e")], 0 if skip else 3, 1 if skip else 4), finish="stop", last=True))
+    stream.flush()
+    response = run_model(DetokenizerModel, **sender.sent[0].tensors)
+    assert response.tensors["text_output"].tolist() == [b"Q: abce"]
+
+
+def test_a_response_without_text_has_empty_windows():
+    sender = Sender()
+    stream, _ = make_stream(sender, {"text_window_ids", "text_window_spans", "text_prefix", "finish_reason"})
+    stream.sink(delta("", finish="stop", last=True))
+    stream.flush()
+    tensors = sender.sent[0].tensors
+    assert tensors["text_window_spans"].shape == (0, 4)
+    assert "text_prefix" not in tensors
+    del tensors["finish_reason"]
+    assert run_model(DetokenizerModel, **tensors).tensors["text_output"].tolist() == [b""]
+
+
+@pytest.mark.parametrize("row", [[3, 0, 1, 1], [-1, 0, 1, 1], [2, 2, 1, 1], [2, -1, 1, 1]])
+def test_spans_that_do_not_fit_are_refused(row):
+    ids, rows = np.array([97, 98], dtype=np.int32), np.array([row], dtype=np.int32)
+    response = run_model(DetokenizerModel, text_window_ids=ids, text_window_spans=rows)
+    assert response.error.code == "INVALID_ARG"
+    assert "text_window_spans" in response.error.message
+
+
+def test_the_tokenizer_refuses_an_empty_prompt_unless_it_only_cancels():
+    assert run_model(TokenizerModel, text_input=strings("ab")).tensors["input_ids"].tolist() == [97, 98]
+    error = run_model(TokenizerModel, text_input=strings("")).error
+    assert (error.code, "text_input" in error.message) == ("INVALID_ARG", True)
+    stop = run_model(TokenizerModel, text_input=strings(""), stop=np.array([True]))
+    assert stop.tensors["input_ids"].shape == (0,)
+    assert stop.tensors["input_ids"].dtype == np.int32
