@@ -1,0 +1,153 @@
+"""Causal attention of ragged query chunks over the paged cache (Triton-lang).
+
+Contract: the prefill rows of `ops.paged_attention`. One program per (tile of query tokens, kv head); its rows
+are the tile's tokens times the query heads that share the kv head. Keys are walked in two phases:
+
+    position  0 ........................ first row ...... last row
+              |-- whole tiles, no mask --|-- diagonal: mask --|
+
+The host does not know how the tiles fall (that would mean waiting for the device), so the grid is a bound and
+each program finds its sequence by binary search: sequence i starts at tile starts[i] // BLOCK_Q + i, which
+leaves every sequence room for its last, partial tile. Query rows past the last sequence count as one more
+sequence with nothing to attend to, and so become zeros.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from paged_kernels.decode_attention import LOG2_E
+from paged_kernels.tiles import attend_tile, launch_settings, page_ids, token_pointers
+
+
+@triton.jit
+def find_sequence(starts, first, num_seqs, tile, BLOCK_Q: tl.constexpr):
+    """(sequence, tile within it) of a tile of the grid; sequence num_seqs is the padding behind the last."""
+    low = 0
+    high = num_seqs
+    while low < high:
+        middle = (low + high + 1) // 2
+        begin = (tl.load(starts + middle) - first) // BLOCK_Q + middle
+        if begin <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    return low, tile - ((tl.load(starts + low) - first) // BLOCK_Q + low)
+
+
+@triton.jit
+def attend_range(
+    acc, row_max, row_sum, q, ids, begin, stop, end, positions, scale, k_cache, v_cache, table, head,
+    k_block, k_head, k_token, v_block, v_head, v_token,
+    HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Tiles begin .. stop of the context. `ids` are the pages at `begin`; returns those at `stop` as well."""
+    dims = tl.arange(0, BLOCK_D)
+    for t in range(begin, stop, TILE):
+        k_rows = token_pointers(k_cache, ids, t, head, k_block, k_head, k_token, PAGE, TILE)
+        v_rows = token_pointers(v_cache, ids, t, head, v_block, v_head, v_token, PAGE, TILE)
+        tokens = t + tl.arange(0, TILE)
+        acc, row_max, row_sum = attend_tile(
+            acc, row_max, row_sum, q, k_rows, v_rows, dims, tokens < end, tokens[None, :] <= positions[:, None],
+            scale, HEAD_DIM, BLOCK_D, MASK, MASK,
+        )  # fmt: skip
+        ids = page_ids(table, t + TILE, end, PAGE, TILE)
+    return acc, row_max, row_sum, ids
+
+
+@triton.jit(do_not_specialize=["num_seqs", "first_row", "total_q"])
+def prefill_kernel(
+    query, k_cache, v_cache, tables, lens, starts, out, scale, num_seqs, first_row, total_q,
+    q_token, q_head, k_block, k_head, k_token, v_block, v_head, v_token, out_token, out_head, table_row,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    # Last tiles first: they have the longest contexts.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    seq, within = find_sequence(starts, first_row, num_seqs, tile, BLOCK_Q)
+    is_padding = seq == num_seqs
+    q_begin = tl.load(starts + seq)
+    q_end = tl.load(starts + seq + 1, mask=seq < num_seqs, other=total_q)
+    tile_row = q_begin + within * BLOCK_Q
+    if tile_row < q_end:
+        length = tl.load(lens + seq, mask=seq < num_seqs, other=0)
+        rows = tl.arange(0, BLOCK_M)
+        dims = tl.arange(0, BLOCK_D)
+        tokens = rows // GROUP
+        heads = head * GROUP + rows % GROUP
+        inside = ((tokens < BLOCK_Q) & (tile_row + tokens < q_end))[:, None] & (dims < HEAD_DIM)[None, :]
+        token_at = (tile_row + tokens).to(tl.int64)
+        at = token_at[:, None] * q_token + heads[:, None] * q_head + dims[None, :]
+        q = tl.load(query + at, mask=inside, other=0.0)
+        # Position of the tile's first row, and the end of what its last row sees.
+        first = length - (q_end - tile_row)
+        end = tl.minimum(length, first + BLOCK_Q)
+        whole = tl.maximum(first + 1, 0) // TILE * TILE
+        if is_padding:
+            end = 0
+            whole = 0
+        table = tables + seq.to(tl.int64) * table_row
+        acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+        row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+        ids = page_ids(table, 0, end, PAGE, TILE)
+        acc, row_max, row_sum, ids = attend_range(
+            acc, row_max, row_sum, q, ids, 0, whole, end, first + tokens, scale, k_cache, v_cache, table, head,
+            k_block, k_head, k_token, v_block, v_head, v_token, HEAD_DIM, PAGE, BLOCK_D, TILE, False,
+        )  # fmt: skip
+        acc, row_max, row_sum, ids = attend_range(
+            acc, row_max, row_sum, q, ids, whole, end, end, first + tokens, scale, k_cache, v_cache, table, head,
+            k_block, k_head, k_token, v_block, v_head, v_token, HEAD_DIM, PAGE, BLOCK_D, TILE, True,
+        )  # fmt: skip
+        acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+        at = token_at[:, None] * out_token + heads[:, None] * out_head + dims[None, :]
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
+
+
+def settings(
+    *, group: int, head_dim: int, page: int, max_query_len: int, element_size: int, capability: int
+) -> tuple[dict, dict]:
+    """(constexpr arguments, compile options) of prefill_kernel; the compile gate builds the same."""
+    rows = triton.next_power_of_2(max(1, max_query_len) * group)
+    block_m = max(triton.next_power_of_2(group), 16 if rows <= 16 else 64 if rows <= 64 else 128)
+    tiles, options = launch_settings(
+        head_dim=head_dim, block_m=block_m, element_size=element_size, capability=capability,
+        stages=2 if capability < 90 else 3,
+    )  # fmt: skip
+    constants = {"GROUP": group, "HEAD_DIM": head_dim, "PAGE": page, "BLOCK_Q": block_m // group}
+    return {**constants, "BLOCK_M": block_m, **tiles}, options
+
+
+def prefill_attention(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    *,
+    scale: float,
+    first_row: int,
+    max_query_len: int,
+    capability: int,
+    out: torch.Tensor,
+) -> None:
+    """Rows first_row.. of query and out [total_q, num_q_heads, head_dim], which the sequences given share.
+
+    query_start_loc [num_seqs + 1] starts at first_row; rows behind its last entry become zeros.
+    """
+    total_q, q_heads, head_dim = query.shape
+    heads, page = k_cache.shape[1], k_cache.shape[2]
+    num_seqs = seq_lens.shape[0]
+    constants, options = settings(
+        group=q_heads // heads, head_dim=head_dim, page=page, max_query_len=max_query_len,
+        element_size=query.element_size(), capability=capability,
+    )  # fmt: skip
+    tiles = (total_q - first_row) // constants["BLOCK_Q"] + num_seqs + 1
+    prefill_kernel[(tiles, heads)](
+        query, k_cache, v_cache, block_tables, seq_lens, query_start_loc, out, scale * LOG2_E,
+        num_seqs, first_row, total_q,
+        query.stride(0), query.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
+        out.stride(0), out.stride(1), block_tables.stride(0), **constants, **options,
+    )  # fmt: skip
