@@ -1,0 +1,18 @@
+"""Streams an answer over gRPC, printing each piece of text as it arrives."""
+
+from common import ExampleError, parser, run, stream_text
+
+
+def main() -> None:
+    arguments = parser(__doc__).parse_args()
+    pieces = 0
+    for piece in stream_text(arguments):
+        print(piece, end="", flush=True)
+        pieces += 1
+    print()
+    if not pieces:
+        raise ExampleError("the answer was empty")
+
+
+if __name__ == "__main__":
+    run(main)
