@@ -23,8 +23,8 @@ from paged_backend.model_files import GGUFFile, GGUFTensor, read_gguf, read_json
 from paged_backend.model_source import ModelSource
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-# Elements dequantised at a time.
-_SLICE_ELEMENTS = 1 << 23
+# Elements dequantised at a time: enough to outweigh numpy's overhead, few enough to stay in the cache.
+_SLICE_ELEMENTS = 1 << 20
 _NAMES_SHOWN = 5
 
 
@@ -182,7 +182,8 @@ class _GGUFWeights:
         interleaved = gguf.metadata.get("general.architecture") == "llama"
         self._interleaved = ("attn_q.", "attn_k.") if interleaved else ()
         self._tensors = {_transformers_name(name): tensor for name, tensor in gguf.tensors.items()}
-        self._data = np.memmap(gguf.path, dtype=np.uint8, mode="r")
+        # As a plain array: numpy is slow at slicing its memmap class.
+        self._data = np.asarray(np.memmap(gguf.path, dtype=np.uint8, mode="r"))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
@@ -190,24 +191,26 @@ class _GGUFWeights:
     def copy(self, name: str, target: torch.Tensor) -> None:
         tensor = self._tensors[name]
         interleaved = any(part in tensor.name for part in self._interleaved)
-        rows = tensor.shape[0]
-        step = max(1, _SLICE_ELEMENTS // math.prod(tensor.shape[1:]))
-        if tensor.shape[1:] == ():  # a vector is one row to the dequantiser
-            step = rows
-        elif interleaved:
+        columns = tensor.shape[-1]
+        lines = math.prod(tensor.shape[:-1])
+        step = max(1, _SLICE_ELEMENTS // columns)
+        if interleaved:  # whole heads at a time; a head's biases are a piece of the one line
+            if len(tensor.shape) == 1:
+                lines, columns = columns, 1
             step = -(-step // self._head_dim) * self._head_dim
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            values = self._dequantised(tensor, start, stop)
+        flat = target.view(lines, columns)
+        for start in range(0, lines, step):
+            stop = min(start + step, lines)
+            values = self._dequantised(tensor, start * columns, stop * columns).reshape(stop - start, columns)
             if interleaved:
                 values = _deinterleaved(values, self._head_dim)
-            target[start:stop].copy_(torch.from_numpy(values))
+            flat[start:stop].copy_(torch.from_numpy(values))
 
     def close(self) -> None:
         del self._data
 
     def _dequantised(self, tensor: GGUFTensor, start: int, stop: int) -> np.ndarray:
-        """Rows `start` to `stop` as float32."""
+        """Elements `start` to `stop` (at quantisation block bounds) as a new float32 vector."""
         # Imported late: directories need no gguf library.
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
         from gguf.quants import dequantize
@@ -215,14 +218,15 @@ class _GGUFWeights:
         try:
             kind = GGMLQuantizationType(tensor.ggml_type)
             per_block, block_bytes = GGML_QUANT_SIZES[kind]
-            row_bytes = tensor.shape[-1] // per_block * block_bytes
-            lines, first = (1, 0) if len(tensor.shape) == 1 else (stop - start, start)
-            begin = tensor.offset + first * row_bytes
-            raw = self._data[begin : begin + lines * row_bytes].reshape(lines, row_bytes)
-            values = dequantize(raw, kind).reshape(stop - start, *tensor.shape[1:])
+            begin, end = (tensor.offset + bound // per_block * block_bytes for bound in (start, stop))
+            if end > len(self._data):
+                raise ValueError("the file is cut short")
+            # As one long row: the library loops in Python over groups of rows, and blocks do not care.
+            values = np.asarray(dequantize(self._data[begin:end].reshape(1, -1), kind), dtype=np.float32)
         except (ValueError, KeyError, NotImplementedError) as error:
             raise ModelLoadError(f"cannot dequantise {tensor.name}: {error}", field="model") from error
-        return np.ascontiguousarray(values, dtype=np.float32)
+        # Unquantised tensors come as views of the file, which must not be written to.
+        return (values if values.flags.writeable else values.copy()).reshape(-1)
 
 
 def _deinterleaved(values: np.ndarray, head_dim: int) -> np.ndarray:

@@ -11,6 +11,7 @@ import gc
 import logging
 import time
 
+import numpy as np
 import torch
 
 from paged_backend.config import EngineConfig, ModelShape, kv_block_bytes
@@ -20,6 +21,7 @@ from paged_backend.model.config import read_model_config
 from paged_backend.model.decoder import Decoder
 from paged_backend.model.loader import load_model
 from paged_backend.model_source import resolve_model
+from paged_backend.sampling.sampler import SamplingBatch, sample
 from paged_backend.sched.output import SchedulerOutput, WorkerOutput
 from paged_backend.worker.device import TORCH_DTYPES, resolve_backend, resolve_device, resolve_dtype, use_threads
 from paged_backend.worker.kv_cache import (
@@ -141,13 +143,14 @@ def _activation_peak(model: Decoder, config: EngineConfig) -> int:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(weights.device)
     before = torch.cuda.memory_allocated(weights.device)
-    _run_dummy(
+    logits = _run_dummy(
         model,
-        tiny,
+        tiny.zero_(),  # sampling refuses the NaN that uninitialised memory could lead to
         num_tokens=config.max_num_batched_tokens,
         num_seqs=config.max_num_seqs,
         backend=config.attention_backend,
     )
+    sample(logits, _costliest_sampling(len(logits)))
     torch.cuda.synchronize(weights.device)
     peak = torch.cuda.max_memory_allocated(weights.device) - before
     torch.cuda.empty_cache()
@@ -155,8 +158,8 @@ def _activation_peak(model: Decoder, config: EngineConfig) -> int:
 
 
 @torch.inference_mode()
-def _run_dummy(model: Decoder, kv_cache: torch.Tensor, *, num_tokens: int, num_seqs: int, backend: str) -> None:
-    """Run a step of `num_tokens` tokens and `num_seqs` sampled rows that writes nothing into the cache.
+def _run_dummy(model: Decoder, kv_cache: torch.Tensor, *, num_tokens: int, num_seqs: int, backend: str) -> torch.Tensor:
+    """Logits of a step of `num_tokens` tokens and `num_seqs` sampled rows, which writes nothing into the cache.
 
     All of them read the first block (the null block), so sequences are cut to what a block holds.
     """
@@ -178,7 +181,20 @@ def _run_dummy(model: Decoder, kv_cache: torch.Tensor, *, num_tokens: int, num_s
     )
     ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     hidden = model(ids, ids, kv_cache, metadata)
-    model.compute_logits(hidden[:num_seqs]).softmax(dim=-1)
+    return model.compute_logits(hidden[:num_seqs])
+
+
+def _costliest_sampling(rows: int) -> SamplingBatch:
+    """Parameters that take every path of the sampler."""
+    return SamplingBatch(
+        greedy=np.zeros(rows, dtype=bool),
+        temperature=np.ones(rows, dtype=np.float32),
+        top_k=np.full(rows, 50, dtype=np.int64),
+        top_p=np.full(rows, 0.9, dtype=np.float32),
+        min_p=np.full(rows, 0.01, dtype=np.float32),
+        seeds=np.zeros(rows, dtype=np.uint64),
+        positions=np.zeros(rows, dtype=np.int64),
+    )
 
 
 def _log_facts(model: Decoder, config: EngineConfig, shape: ModelShape, load_s: float, prepare_s: float) -> None:
