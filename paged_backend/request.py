@@ -14,7 +14,19 @@ from typing import NamedTuple
 
 from paged_backend.sampling_params import SamplingParams
 
+_MASK64 = 2**64 - 1
 _next_seq_id = itertools.count(1)
+_next_arrival = itertools.count()
+
+
+def sibling_seed(seed: int, index: int) -> int:
+    """64-bit seed of a request's sequence `index`: the request's own for the first, else mixed as SplitMix64 does."""
+    if index == 0:
+        return seed
+    value = (seed + index * 0x9E3779B97F4A7C15) & _MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return value ^ (value >> 31)
 
 
 class RequestStatus(enum.Enum):
@@ -23,13 +35,15 @@ class RequestStatus(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
+    SWAPPED = "swapped"
     FINISHED = "finished"
 
 
 _TRANSITIONS = {
     RequestStatus.WAITING: {RequestStatus.RUNNING, RequestStatus.FINISHED},
-    RequestStatus.RUNNING: {RequestStatus.PREEMPTED, RequestStatus.FINISHED},
+    RequestStatus.RUNNING: {RequestStatus.PREEMPTED, RequestStatus.SWAPPED, RequestStatus.FINISHED},
     RequestStatus.PREEMPTED: {RequestStatus.RUNNING, RequestStatus.FINISHED},
+    RequestStatus.SWAPPED: {RequestStatus.RUNNING, RequestStatus.FINISHED},
     RequestStatus.FINISHED: set(),
 }
 
@@ -43,11 +57,16 @@ class FinishReason(NamedTuple):
 
 
 class Sequence:
-    """The tokens of one output of a request: prompt, what was generated, and how far the KV cache has come."""
+    """The tokens of one output of a request: prompt, what was generated, and how far the KV cache has come.
+
+    Of a request's sequences one computes the shared prompt; the others `fork` from it, that is, begin with its blocks.
+    Until then (`is_attached` false) a sequence has no blocks of its own and is not scheduled.
+    """
 
     __slots__ = (
         "finish",
         "index",
+        "is_attached",
         "num_computed_tokens",
         "num_prompt_tokens",
         "request",
@@ -64,6 +83,7 @@ class Sequence:
         self.token_ids: list[int] = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
+        self.is_attached = index == 0
         self.finish: FinishReason | None = None
 
     @property
@@ -77,21 +97,30 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_missing_tokens(self) -> int:
+        """Known tokens that the KV cache does not hold yet."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
     def output_token_ids(self) -> list[int]:
         """Generated tokens, as a new list."""
         return self.token_ids[self.num_prompt_tokens :]
 
 
 class Request:
-    """One client request.
+    """One client request and its `num_sequences` sequences.
 
     Args:
         request_id: unique among the engine's live requests.
         prompt_token_ids: at least one token.
         params: how to sample and when to stop.
-        seed: 64-bit seed (the client's, or a fresh one).
-        max_total_tokens: prompt plus output tokens at which the sequence ends with reason `length`.
+        seed: 64-bit seed (the client's, or a fresh one); each sequence's seed derives from it.
+        max_total_tokens: prompt plus output tokens at which a sequence ends with reason `length`.
         prompt: the prompt's text, None if it came as token ids.
+        num_sequences: outputs computed side by side.
+        priority: the lower, the more urgent (policy `priority` only).
+        deadline: `time.monotonic()` second at which the request is given up, None for never.
+        cache_salt: requests share cached blocks only with others of the same salt.
 
     Times are `time.monotonic()` seconds, stamped on the transition: `arrival_time`, `first_scheduled_time`,
     `first_token_time`, `finish_time`.
@@ -106,12 +135,20 @@ class Request:
         seed: int,
         max_total_tokens: int,
         prompt: str | None = None,
+        num_sequences: int = 1,
+        priority: int = 0,
+        deadline: float | None = None,
+        cache_salt: str | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.max_total_tokens = max_total_tokens
+        self.priority = priority
+        self.deadline = deadline
+        self.cache_salt = cache_salt
+        self.arrival_index = next(_next_arrival)
         self.status = RequestStatus.WAITING
         self.num_preemptions = 0
         self.num_cached_tokens = 0
@@ -119,7 +156,17 @@ class Request:
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
         self.finish_time: float | None = None
-        self.sequences = [Sequence(self, 0, seed)]
+        self.sequences = [Sequence(self, index, sibling_seed(seed, index)) for index in range(num_sequences)]
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences that may run at the same time from now on."""
+        return len(self.live_sequences())
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt, which all sequences share."""
+        return len(self.prompt_token_ids)
 
     def live_sequences(self) -> list[Sequence]:
         """The sequences that have not ended."""
@@ -132,7 +179,7 @@ class Request:
         self.status = status
         if status is RequestStatus.RUNNING and self.first_scheduled_time is None:
             self.first_scheduled_time = time.monotonic()
-        elif status is RequestStatus.PREEMPTED:
+        elif status in (RequestStatus.PREEMPTED, RequestStatus.SWAPPED):
             self.num_preemptions += 1
         elif status is RequestStatus.FINISHED:
             self.finish_time = time.monotonic()

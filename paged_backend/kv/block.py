@@ -7,20 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from paged_backend.kv.block_hash import BlockHash
+
 
 class Block:
-    """One KV block: its id, how many tables hold it, and its links while it is free."""
+    """One KV block: its id, how many tables hold it, the hash of its content if that is findable, and its links
+    while it is free."""
 
-    __slots__ = ("block_id", "next_free", "prev_free", "ref_count")
+    __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
+        self.block_hash: BlockHash | None = None
         self.prev_free: Block | None = None
         self.next_free: Block | None = None
 
     def __repr__(self) -> str:
-        return f"Block({self.block_id}, ref_count={self.ref_count})"
+        return f"Block({self.block_id}, ref_count={self.ref_count}, hashed={self.block_hash is not None})"
 
 
 class FreeQueue:

@@ -40,37 +40,71 @@ class NewSequence:
 class ScheduledSequence:
     """One row of the ragged batch: compute `num_new_tokens` tokens from position `num_computed_tokens` on.
 
-    `samples` is true when the last of these is the sequence's last known token, so that its logits give the next one.
+    `samples` names the sequences whose next token is drawn from the logits of the last of these tokens: none while
+    known tokens remain, else the sequence itself, and at the end of a shared prompt its siblings too, each with its own
+    row's parameters and seed.
     """
 
     seq_id: int
     num_computed_tokens: int
     num_new_tokens: int
-    samples: bool
+    samples: tuple[int, ...]
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step's work.
+    """One step's work. The worker applies the fields in this order, then computes.
 
     Attributes:
-        removed: rows to drop before anything else (finished, aborted or preempted since the last step).
-        new: rows to create, after `removed` and before the forward pass.
-        new_block_ids: per running sequence (not in `new`), block ids to append to its block table.
+        removed: rows to drop (finished, aborted or preempted since the last step).
+        swap_out: (device block, host block) contents to copy.
+        swap_in: (host block, device block) contents to copy; never in a step with `swap_out`.
+        copies: (source, destination) device blocks to copy, as if all sources were read before any is written.
+        new: rows to create.
+        new_token_ids: tokens to append to rows not in `new` that the worker did not sample itself (beam search).
+        new_block_ids: per row not in `new`, block ids to append to its block table.
+        replaced_block_ids: per row not in `new`, (table index, block id) to overwrite.
+        null_blocks: per row not in `new`, how many leading table entries have become the null block.
         scheduled: the ragged batch, in scheduling order (the worker may reorder it).
         num_scheduled_tokens: sum of `num_new_tokens`.
     """
 
     removed: list[int] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
     new: list[NewSequence] = field(default_factory=list)
+    new_token_ids: dict[int, list[int]] = field(default_factory=dict)
     new_block_ids: dict[int, list[int]] = field(default_factory=dict)
+    replaced_block_ids: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    null_blocks: dict[int, int] = field(default_factory=dict)
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     num_scheduled_tokens: int = 0
 
 
+@dataclass(slots=True, frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, from the raw logits (before penalties and temperature).
+
+    Attributes:
+        logprob, rank: of the sampled token; the most likely token has rank 1. Beam search samples none: 0.0 and 0.
+        top_ids, top_logprobs: the most likely tokens, best first (ties: lower id first).
+    """
+
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
 @dataclass(slots=True)
 class WorkerOutput:
-    """The sampled tokens of a step: `token_ids[i]` continues sequence `seq_ids[i]`; only rows with `samples` appear."""
+    """What a step gave: `token_ids[i]` continues sequence `seq_ids[i]`.
+
+    A beam search row samples nothing: its token is -1, and `logprobs` holds its 2 x beam_width best continuations.
+    `logprobs` has an entry for each sequence whose parameters ask for it.
+    """
 
     seq_ids: list[int]
     token_ids: list[int]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
