@@ -8,7 +8,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-import transformers
 from helpers import drive, oracle_greedy
 from safetensors.torch import load_file
 
@@ -140,19 +139,16 @@ def test_truncated_file_is_refused(tiny_llama, tmp_path):
         _load(source)
 
 
-def test_demo_model_is_transformers_reading_of_it(demo_model):
+def test_demo_model_is_transformers_reading_of_it(demo_model, demo_oracle):
     """Dequantised weights bit for bit, and greedy ids of one prompt. The one slow test of this file."""
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(
-        demo_model.parent, gguf_file=demo_model.name, dtype=torch.float32
-    )
     model = _load(ModelSource(demo_model, is_gguf=True))
     slots = model.weight_slots()
-    state = oracle.state_dict()
+    state = demo_oracle.state_dict()
     assert set(state) - set(slots) == {"lm_head.weight"}  # tied
     for name in slots:
         assert torch.equal(slots[name], state[name]), name
 
     worker = Worker(EngineConfig(model=str(demo_model), dtype="float32", num_kv_blocks=16))
     prompt = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
-    assert drive(worker, [prompt], 12) == [oracle_greedy(oracle, prompt, 12)]
+    assert drive(worker, [prompt], 12) == [oracle_greedy(demo_oracle, prompt, 12)]
     worker.close()
