@@ -145,6 +145,7 @@ def test_a_second_ctrl_c_kills_a_server_that_hangs(tmp_path: Path, launch: Launc
     time.sleep(1.0)
     launched.signal(signal.SIGINT)
     assert launched.wait(10) == 0
+    assert "stopped (the server was killed)" in launched.output
     assert time.monotonic() - begun < 10
     launched.assert_gone()
     launched.assert_no_files()
