@@ -1,4 +1,8 @@
-"""A bad request is refused with INVALID_ARG and the field's name; the neighbour's stream and the next request go on."""
+"""A bad request is refused with the field's name; the neighbour's stream and the next request go on.
+
+That the code is INVALID_ARG is tested with the adapter's unit tests: a gRPC stream carries only the message, and HTTP
+makes 400 of every code.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +72,7 @@ def neighbour(served):
 
     yield start
     for call in calls:
-        call.close()
+        call.wait()
 
 
 def test_every_case_is_refused_and_harms_nobody(served, good_text, neighbour):
@@ -77,9 +81,8 @@ def test_every_case_is_refused_and_harms_nobody(served, good_text, neighbour):
         inputs = {key: value for key, value in {**GOOD, **tensors}.items() if value is not None}
         if parameters is not None:
             inputs["sampling_parameters"] = parameters
-        error = Call(served.grpc_url, "paged_llm", inputs, codes=True).wait().error
+        error = Call(served.grpc_url, "paged_llm", inputs).wait().error
         assert error is not None, name
-        assert error.status() == "StatusCode.INVALID_ARGUMENT", name
         assert f"`{field}`" in error.message(), name
     answer = stream.wait()
     assert answer.finals == 1
@@ -87,9 +90,8 @@ def test_every_case_is_refused_and_harms_nobody(served, good_text, neighbour):
     assert good_text.startswith(ask(served.grpc_url, "paged_llm", GOOD["text_input"], 3, ignore_eos=True))
 
 
-@pytest.mark.parametrize("codes", [True, False])
-def test_an_error_is_the_only_response(served, codes):
-    answer = Call(served.grpc_url, "paged_llm", GOOD, {"top_p": 0}, codes=codes).wait()
+def test_an_error_is_the_only_response(served):
+    answer = Call(served.grpc_url, "paged_llm", GOOD, {"top_p": 0}).wait()
     assert answer.error is not None
     assert not answer.responses
 
@@ -106,7 +108,7 @@ def test_an_error_is_the_only_response(served, codes):
     ],
 )
 def test_wrong_tensor_types_and_shapes(served, name, value):
-    """The server itself refuses these by the declared tensors (and never reports a code in a stream)."""
+    """The server itself refuses these by the declared tensors."""
     error = Call(served.grpc_url, "paged_llm", {**GOOD, name: value}).wait().error
     assert name in error.message()
 
@@ -114,8 +116,7 @@ def test_wrong_tensor_types_and_shapes(served, name, value):
 @pytest.mark.parametrize("model", ["paged_llm", "paged_ensemble"])
 def test_request_parameters_are_checked_too(served, model):
     for parameters, field in (({"max_tokens": 0}, "max_tokens"), ({"temperature": "-1"}, "temperature")):
-        error = Call(served.grpc_url, model, GOOD, parameters=parameters, codes=True).wait().error
-        assert error.status() == "StatusCode.INVALID_ARGUMENT"
+        error = Call(served.grpc_url, model, GOOD, parameters=parameters).wait().error
         assert f"`{field}`" in error.message()
     for endpoint in ("generate", "generate_stream"):
         status, body = post(served.http_url, model, endpoint, {**GOOD, "top_p": 7})

