@@ -232,7 +232,7 @@ def _byte_level_bpe(gguf: GGUFFile, tokens: list[str]) -> RustTokenizer:
     merges = gguf.metadata.get("tokenizer.ggml.merges")
     if not merges:
         raise ModelLoadError(f"{gguf.path} lists no merges for its gpt2 tokenizer", field="tokenizer")
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     # Llama 3 takes a word that is itself a token whole, whatever its merges say.
     rust = _build_bpe(tokens, pairs, ignore_merges=kind in ("llama-bpe", "llama3"))
     if kind == "qwen2":
@@ -311,7 +311,7 @@ def _merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[st
     return [(left, right) for *_, left, right in found]
 
 
-def _build_bpe(tokens: list[str], merges: list[tuple[str, ...]], **options: Any) -> RustTokenizer:
+def _build_bpe(tokens: list[str], merges: list[tuple[str, str]], **options: Any) -> RustTokenizer:
     vocab = {token: index for index, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise ModelLoadError("the GGUF vocabulary lists a token twice", field="tokenizer")

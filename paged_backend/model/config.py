@@ -194,7 +194,8 @@ def _window(architecture: str, values: dict[str, Any]) -> int | None:
         return None
     # Qwen's windows begin at layer `max_window_layers`.
     types = values.get("layer_types")
-    windowed = "sliding_attention" in types if types else values.get("max_window_layers", 28) < values["num_hidden_layers"]
+    first = values.get("max_window_layers", 28)
+    windowed = "sliding_attention" in types if types else first < values["num_hidden_layers"]
     return values.get("sliding_window", 4096) if windowed else None
 
 

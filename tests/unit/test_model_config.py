@@ -36,7 +36,8 @@ def test_defaults(read):
     config = read()
     assert (config.num_kv_heads, config.head_dim, config.max_position) == (4, 16, 2048)
     assert (config.rms_norm_eps, config.rope) == (1e-6, RopeConfig(theta=10000.0))
-    assert not (config.tie_word_embeddings or config.qkv_bias or config.o_bias or config.mlp_bias or config.qk_norm)
+    flags = ("tie_word_embeddings", "qkv_bias", "o_bias", "mlp_bias", "qk_norm")
+    assert not any(getattr(config, flag) for flag in flags)
     assert config.shape.eos_token_ids == (2, 3)
 
 

@@ -46,7 +46,7 @@ def _gguf_name(name: str) -> str:
 def _write(path, directory, architecture, *, drop=(), extra=None, metadata=None) -> ModelSource:
     """A directory's weights as llama.cpp's converter lays them out, in float32."""
     config = json.loads((directory / "config.json").read_text())
-    heads, head_dim = config["num_attention_heads"], config["head_dim"] if "head_dim" in config else 16
+    heads, head_dim = config["num_attention_heads"], config.get("head_dim", 16)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])

@@ -168,7 +168,7 @@ def test_bos_and_eos_flags(tmp_path):
 
 
 def test_unknown_pre_tokenizer_is_refused_by_name(tmp_path):
-    with pytest.raises(ModelLoadError, match="'mystery'.*smollm"):
+    with pytest.raises(ModelLoadError, match=r"'mystery'.*smollm"):
         Tokenizer.load(_bpe_source(tmp_path, "mystery"))
 
 
@@ -182,7 +182,7 @@ def test_unknown_tokenizer_model_is_refused_by_name(tmp_path):
 def test_damaged_gguf_is_refused(tmp_path, content):
     path = tmp_path / "bad.gguf"
     path.write_bytes(content)
-    with pytest.raises(ModelLoadError, match="bad.gguf"):
+    with pytest.raises(ModelLoadError, match=r"bad\.gguf"):
         Tokenizer.load(ModelSource(path, is_gguf=True))
 
 
