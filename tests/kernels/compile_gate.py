@@ -6,11 +6,12 @@ GPU generation has. Argument specialisation follows what a launch would find: 16
 divisible by 16 where head_dim is.
 """
 
+import os
 import re
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import triton
@@ -29,35 +30,46 @@ TENSORS = {"query", "key", "value", "k_cache", "v_cache", "out"}
 
 
 def variants():
-    """(label, kernel, constexprs, options, capability, element type) of every variant."""
+    """(label, kernel, constexprs, options, capability, element type) of every variant.
+
+    Every head size with every page size; groups, splits and row counts alternate over them.
+    """
     for capability in SHARED_LIMIT:
-        for dtype in ("bf16", "fp16"):
-            sizes = [(d, page) for d in (64, 80, 128) for page in (16, 32, 64)] if dtype == "bf16" else [(64, 16)]
-            for index, (dim, page) in enumerate(sizes):
-                yield from _of_size(dim, page, index, capability, dtype)
+        for index, (dim, page) in enumerate((d, page) for d in (64, 80, 128) for page in (16, 32, 64)):
+            yield from _attention(dim, page, index, capability, "bf16")
+        where = f"sm_{capability} bf16 d80 page16"
+        yield f"write   {where}", kv_write.kv_write_kernel, *kv_write.settings(8, 80, 16), capability, "bf16"
+        yield (
+            f"combine {where}",
+            decode_attention.combine_kernel,
+            *decode_attention.combine_settings(80),
+            capability,
+            "bf16",
+        )
+    yield from _attention(64, 16, 1, 80, "fp16")
 
 
-def _of_size(dim, page, index, capability, dtype):
+def _attention(dim, page, index, capability, dtype):
     common = {"head_dim": dim, "page": page, "element_size": 2, "capability": capability}
     where = f"sm_{capability} {dtype} d{dim} page{page}"
     # Groups up to 8 pad to the same 16 rows in decode; in prefill they set how rows map to tokens.
     group = (1, 3, 7, 8)[index % 4]
-    for split in (False, True):
-        settings = decode_attention.settings(group=group, split=split, **common)
-        yield f"decode  {where} g{group} split={split:d}", decode_attention.decode_kernel, *settings, capability, dtype
-    for tokens in (1, 4096) if index % 2 else (8, 4096):
+    split = index % 2 == 1
+    settings = decode_attention.settings(group=group, split=split, **common)
+    yield f"decode  {where} g{group} split={split:d}", decode_attention.decode_kernel, *settings, capability, dtype
+    short = {0: 1, 4: 8, 8: 60}.get(index)  # also 16 and 64 rows, for chunks that have no more
+    for tokens in (4096, short) if short else (4096,):
         settings = prefill_attention.settings(group=group, max_query_len=tokens, **common)
         label = f"prefill {where} g{group} m{settings[0]['BLOCK_M']}"
         yield label, prefill_attention.prefill_kernel, *settings, capability, dtype
-    if page == 16:
-        settings = kv_write.settings(8, dim, page)
-        yield f"write   {where}", kv_write.kv_write_kernel, *settings, capability, dtype
-        settings = decode_attention.combine_settings(dim)
-        yield f"combine {where}", decode_attention.combine_kernel, *settings, capability, dtype
+
+
+def compile_numbered(index):
+    return compile_variant(list(variants())[index])
 
 
 def compile_variant(variant):
-    """(label, registers, stack bytes, shared bytes of the launch) of one variant."""
+    """(label, registers, stack bytes, shared bytes of the launch, compile options) of one variant."""
     label, kernel, constants, options, capability, dtype = variant
     signature, attrs = {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -85,8 +97,9 @@ def compile_variant(variant):
 
 def main() -> int:
     failures = 0
-    with ThreadPoolExecutor(2) as pool:
-        for label, registers, stack, shared, options in pool.map(compile_variant, variants()):
+    count = len(list(variants()))
+    with ProcessPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        for label, registers, stack, shared, options in pool.map(compile_numbered, range(count)):
             limit = SHARED_LIMIT[int(re.search(r"sm_(\d+)", label)[1])]
             bad = stack > 0 or shared > limit
             failures += bad
