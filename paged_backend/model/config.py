@@ -234,6 +234,10 @@ def _from_gguf(source: ModelSource, gguf: GGUFFile) -> ModelConfig:
             f"GGUF architecture {kind!r} is not supported (supported: {', '.join(_GGUF_ARCHITECTURES)})", field="model"
         )
     values = {key[len(kind) + 1 :]: value for key, value in metadata.items() if key.startswith(f"{kind}.")}
+    if metadata.get("split.count", 1) > 1:
+        raise UnsupportedError(
+            f"{gguf.path} is one part of several; merge them with llama-gguf-split --merge", field="model"
+        )
     if values.get("expert_count"):
         raise UnsupportedError("mixture-of-experts models are not supported", field="model")
     embedding = tensors.get("token_embd.weight")

@@ -253,6 +253,12 @@ def test_generation_config_decides_on_the_end(directory):
     assert _load(directory).eos_token_ids == (1, 7)
 
 
+def test_end_ids_must_be_integers(directory):
+    _write_json(directory / "generation_config.json", {"eos_token_id": "</s>"})
+    with pytest.raises(ModelLoadError, match=r"generation_config\.json: eos_token_id"):
+        _load(directory)
+
+
 def test_eos_falls_back_to_the_tokenizer_config(directory):
     _write_json(directory / "config.json", {})
     assert _load(directory).eos_token_ids == (1,)
