@@ -2,7 +2,7 @@
 
 Built on the `tokenizers` library alone: it imports no torch and no transformers, so the tokenizer models of the
 server start in seconds. It knows nothing of requests, of streaming (see the engine's incremental detokenizer) or of
-chat roles; a chat template is only handed out as text.
+chat roles (see chat.py); a chat template is only handed out as text.
 """
 
 from __future__ import annotations
@@ -64,6 +64,16 @@ class Tokenizer:
             ModelLoadError: there is none, or it is of a kind that cannot be reproduced exactly; the message names it.
         """
         return _from_gguf(source) if source.is_gguf else _from_directory(source)
+
+    @property
+    def bos_token(self) -> str | None:
+        """The text of `bos_token_id`."""
+        return None if self.bos_token_id is None else self._rust.id_to_token(self.bos_token_id)
+
+    @property
+    def eos_token(self) -> str | None:
+        """The text of the first of `eos_token_ids`."""
+        return self._rust.id_to_token(self.eos_token_ids[0]) if self.eos_token_ids else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written in the text become their ids.
