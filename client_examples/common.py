@@ -113,8 +113,8 @@ def text_of(result: Any) -> list[str]:
     return [piece.decode() for piece in result.as_numpy("text_output").reshape(-1)]
 
 
-def parser(description: str | None, model: str = "paged_llm", prompt: bool = True) -> argparse.ArgumentParser:
-    """The arguments all examples have; none is required."""
+def parser(description: str | None, model: str = "paged_llm", prompt: str | None = PROMPT) -> argparse.ArgumentParser:
+    """The arguments all examples have; none is required. `prompt` None: the example asks its own."""
     made = argparse.ArgumentParser(description=description)
     if prompt is not None:
         made.add_argument("prompt", nargs="?", default=prompt, help="default: %(default)s")

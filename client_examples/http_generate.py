@@ -80,7 +80,8 @@ def _checked(answer: dict[str, Any]) -> dict[str, Any]:
 def _reason(response: http.client.HTTPResponse) -> str:
     text = response.read().decode(errors="replace")
     try:
-        return str(json.loads(text)["error"])
+        # A refused stream is an event, too.
+        return str(json.loads(text.removeprefix("data:"))["error"])
     except (ValueError, KeyError, TypeError):
         return f"HTTP {response.status}: {text[:200]}"
 

@@ -83,15 +83,22 @@ def find_eos_token_ids(source: ModelSource, gguf: GGUFFile | None = None) -> tup
 
     A directory's `generation_config.json` decides, else its `config.json`; a GGUF file's end-of-sequence,
     end-of-turn and end-of-message ids together play that role. `gguf` saves reading the header again.
+
+    Raises:
+        ModelLoadError: a file cannot be read, or the ids are no integers.
     """
     if source.is_gguf:
         metadata = (gguf or read_gguf(source.path)).metadata
         found = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
         return tuple(sorted({int(i) for i in found if i is not None}))
     for name in ("generation_config.json", "config.json"):
-        ids = read_optional_json(source.path / name).get("eos_token_id")
-        if ids is not None:
-            return tuple(sorted({int(i) for i in (ids if isinstance(ids, list) else [ids])}))
+        written = read_optional_json(source.path / name).get("eos_token_id")
+        if written is None:
+            continue
+        ids = written if isinstance(written, list) else [written]
+        if not all(isinstance(i, int) for i in ids):
+            raise ModelLoadError(f"{source.path / name}: eos_token_id must be one or several integers", field="model")
+        return tuple(sorted(set(ids)))
     return ()
 
 

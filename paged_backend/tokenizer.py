@@ -2,7 +2,7 @@
 
 Built on the `tokenizers` library alone: it imports no torch and no transformers, so the tokenizer models of the
 server start in seconds. It knows nothing of requests, of streaming (see the engine's incremental detokenizer) or of
-chat roles; a chat template is only handed out as text.
+chat roles (see chat.py); a chat template is only handed out as text.
 """
 
 from __future__ import annotations
@@ -64,6 +64,16 @@ class Tokenizer:
             ModelLoadError: there is none, or it is of a kind that cannot be reproduced exactly; the message names it.
         """
         return _from_gguf(source) if source.is_gguf else _from_directory(source)
+
+    @property
+    def bos_token(self) -> str | None:
+        """The text of `bos_token_id`."""
+        return None if self.bos_token_id is None else self._rust.id_to_token(self.bos_token_id)
+
+    @property
+    def eos_token(self) -> str | None:
+        """The text of the first of `eos_token_ids`."""
+        return self._rust.id_to_token(self.eos_token_ids[0]) if self.eos_token_ids else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written in the text become their ids.
@@ -232,7 +242,7 @@ def _byte_level_bpe(gguf: GGUFFile, tokens: list[str]) -> RustTokenizer:
     merges = gguf.metadata.get("tokenizer.ggml.merges")
     if not merges:
         raise ModelLoadError(f"{gguf.path} lists no merges for its gpt2 tokenizer", field="tokenizer")
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     # Llama 3 takes a word that is itself a token whole, whatever its merges say.
     rust = _build_bpe(tokens, pairs, ignore_merges=kind in ("llama-bpe", "llama3"))
     if kind == "qwen2":
@@ -311,7 +321,7 @@ def _merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[st
     return [(left, right) for *_, left, right in found]
 
 
-def _build_bpe(tokens: list[str], merges: list[tuple[str, ...]], **options: Any) -> RustTokenizer:
+def _build_bpe(tokens: list[str], merges: list[tuple[str, str]], **options: Any) -> RustTokenizer:
     vocab = {token: index for index, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise ModelLoadError("the GGUF vocabulary lists a token twice", field="tokenizer")

@@ -21,6 +21,17 @@ def demo_model() -> Path:
 
 
 @pytest.fixture(scope="session")
+def demo_oracle(demo_model):
+    """The demo model as transformers reads it, in float32 (its GGUF reader takes long: once per session)."""
+    import torch
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        demo_model.parent, gguf_file=demo_model.name, dtype=torch.float32
+    )
+
+
+@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """Makes (once per session) and returns the directory of a model named in `helpers.TINY_MODELS`."""
     directory = tmp_path_factory.mktemp("tiny_models")

@@ -21,6 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "model_source": {"errors", "config"},
     "model_files": {"errors", "model_source"},
     "tokenizer": {"errors", "model_source", "model_files"},
+    "chat": {"errors", "tokenizer"},
     "request": _BASE,
     "kv": _BASE | {"request"},
     "sched": _BASE | {"request", "kv"},
@@ -28,25 +29,14 @@ ALLOWED: dict[str, set[str]] = {
     "sampling": _BASE | {"paged_kernels"},
     # Of sched the worker may know only the contract: see test_worker_knows_only_the_plan.
     "worker": _BASE | {"paged_kernels", "model", "sampling", "sched"},
-    "engine": _BASE | {"tokenizer", "request", "kv", "sched", "worker"},
+    "engine": _BASE | {"chat", "tokenizer", "request", "kv", "sched", "worker"},
     "llm": _BASE | {"engine", "request"},
-    "triton_adapter": _BASE | {"tokenizer", "request", "engine"},
+    "triton_adapter": _BASE | {"chat", "tokenizer", "request", "engine"},
     "server": {"errors", "config", "model_source"},
-    "cli": {"__init__", "errors", "server"},
+    "cli": {"__init__", "errors", "model_source", "server"},
     "paged_kernels": set(),
 }
-NO_TORCH = (
-    "errors",
-    "config",
-    "sampling_params",
-    "model_source",
-    "tokenizer",
-    "request",
-    "kv",
-    "sched",
-    "server",
-    "cli",
-)
+NO_TORCH = _BASE | {"chat", "tokenizer", "request", "kv", "sched", "server", "cli"}
 
 
 def _sources(*folders: str) -> list[Path]:
@@ -135,6 +125,6 @@ def test_files_and_functions_are_small(path):
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
-            # A longer one says why on the line above it.
-            reasoned = "long:" in lines[node.lineno - len(node.decorator_list) - 2]
+            # A longer one says why in its docstring.
+            reasoned = "Longer than a screen because" in " ".join((ast.get_docstring(node) or "").split())
             assert length <= MAX_FUNCTION_LINES or reasoned, f"{node.name} has {length} lines"

@@ -103,7 +103,7 @@ def settings(
     """(constexpr arguments, compile options) of decode_kernel; the compile gate builds the same."""
     block_m = max(16, triton.next_power_of_2(group))
     tiles, options = launch_settings(
-        head_dim=head_dim, block_m=block_m, element_size=element_size, capability=capability, stages=3
+        head_dim=head_dim, block_m=block_m, element_size=element_size, capability=capability, tile=64, stages=3
     )
     constants = {"GROUP": group, "HEAD_DIM": head_dim, "PAGE": page, "SPLIT": split, "BLOCK_M": block_m}
     return {**constants, **tiles}, options

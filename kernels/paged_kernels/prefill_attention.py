@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from paged_kernels.decode_attention import LOG2_E
-from paged_kernels.tiles import attend_tile, launch_settings, page_ids, token_pointers
+from paged_kernels.tiles import attend_tile, launch_settings, padded_head_dim, page_ids, token_pointers
 
 
 @triton.jit
@@ -108,12 +108,19 @@ def prefill_kernel(
 def settings(
     *, group: int, head_dim: int, page: int, max_query_len: int, element_size: int, capability: int
 ) -> tuple[dict, dict]:
-    """(constexpr arguments, compile options) of prefill_kernel; the compile gate builds the same."""
+    """(constexpr arguments, compile options) of prefill_kernel; the compile gate builds the same.
+
+    Fewer rows for short chunks and for wide heads, and on sm_80 smaller tiles for wide heads: what is held in
+    registers (accumulator, scores, on sm_80 the operands too) must not spill.
+    """
+    width = padded_head_dim(head_dim) * element_size
+    most = 128 if width <= 256 else 64
     rows = triton.next_power_of_2(max(1, max_query_len) * group)
-    block_m = max(triton.next_power_of_2(group), 16 if rows <= 16 else 64 if rows <= 64 else 128)
+    block_m = max(triton.next_power_of_2(group), 16 if rows <= 16 else 64 if rows <= 64 else most)
+    narrow = width > 256 or (width == 256 and capability < 90)
     tiles, options = launch_settings(
         head_dim=head_dim, block_m=block_m, element_size=element_size, capability=capability,
-        stages=2 if capability < 90 else 3,
+        tile=32 if narrow else 64, stages=3,
     )  # fmt: skip
     constants = {"GROUP": group, "HEAD_DIM": head_dim, "PAGE": page, "BLOCK_Q": block_m // group}
     return {**constants, "BLOCK_M": block_m, **tiles}, options

@@ -67,15 +67,15 @@ def attend_tile(
 
 
 def launch_settings(
-    *, head_dim: int, block_m: int, element_size: int, capability: int, tile: int = 64, stages: int
+    *, head_dim: int, block_m: int, element_size: int, capability: int, tile: int, stages: int
 ) -> tuple[dict, dict]:
     """(BLOCK_D and TILE, num_warps and the other compile options) of an attention kernel.
 
     The wanted tile and pipeline depth shrink until queries and the buffered keys and values fit the shared
     memory of the GPU generation (capability: 80, 90, ...): a kernel over the limit compiles and then fails
-    at launch. Eight warps at 128 rows: with four, sm_90 spills.
+    at launch. Eight warps from 64 rows: with four, the accumulator of some variants spills.
     """
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_d = padded_head_dim(head_dim)
     limit = _SHARED_MEMORY.get(capability // 10, _SMALLEST_SHARED_MEMORY)
     if capability in (86, 87, 89):
         limit = _SMALLEST_SHARED_MEMORY
@@ -88,5 +88,10 @@ def launch_settings(
         stages -= 1
     while tile > 16 and not fits(tile, stages):
         tile //= 2
-    options = {"num_warps": 8 if block_m >= 128 else 4, "num_stages": stages, "enable_fp_fusion": True}
+    options = {"num_warps": 8 if block_m >= 64 else 4, "num_stages": stages, "enable_fp_fusion": True}
     return {"BLOCK_D": block_d, "TILE": tile}, options
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """BLOCK_D: the power of two, at least 16, that matrix products need."""
+    return max(16, triton.next_power_of_2(head_dim))

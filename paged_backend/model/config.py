@@ -23,10 +23,16 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "sliding_window": 4096,
     },
-    "Qwen2ForCausalLM": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "max_window_layers": 28},
+    "Qwen2ForCausalLM": {
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "max_window_layers": 28,
+    },
     "Qwen3ForCausalLM": {
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
         "max_window_layers": 28,
         "head_dim": 128,
     },
@@ -134,9 +140,8 @@ def read_model_config(source: ModelSource, gguf: GGUFFile | None = None) -> Mode
 
 def _from_json(source: ModelSource, written: dict[str, Any]) -> ModelConfig:
     architecture = _architecture(written)
-    values = {**_DEFAULTS[architecture], **{key: value for key, value in written.items() if value is not None}}
-    if "sliding_window" in written and written["sliding_window"] is None:
-        values["sliding_window"] = None  # written as null: no window, whatever the class assumes
+    # A key written as null means "none" and keeps the class's default out.
+    values = {key: value for key, value in {**_DEFAULTS[architecture], **written}.items() if value is not None}
     if values.get("quantization_config"):
         method = values["quantization_config"].get("quant_method", "unknown")
         raise UnsupportedError(
@@ -156,8 +161,8 @@ def _from_json(source: ModelSource, written: dict[str, Any]) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=values.get("num_key_value_heads", heads),
         head_dim=values.get("head_dim") or hidden // heads,
-        rms_norm_eps=float(values["rms_norm_eps"]),
-        max_position=values["max_position_embeddings"],
+        rms_norm_eps=float(_need(values, "rms_norm_eps")),
+        max_position=_need(values, "max_position_embeddings"),
         rope=_rope_from_json(values),
         tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
         qkv_bias=attention_bias or qwen2,
@@ -189,7 +194,8 @@ def _window(architecture: str, values: dict[str, Any]) -> int | None:
         return None
     # Qwen's windows begin at layer `max_window_layers`.
     types = values.get("layer_types")
-    windowed = "sliding_attention" in types if types else values["max_window_layers"] < values["num_hidden_layers"]
+    first = values.get("max_window_layers", 28)
+    windowed = "sliding_attention" in types if types else first < values["num_hidden_layers"]
     return values.get("sliding_window", 4096) if windowed else None
 
 
@@ -228,6 +234,10 @@ def _from_gguf(source: ModelSource, gguf: GGUFFile) -> ModelConfig:
             f"GGUF architecture {kind!r} is not supported (supported: {', '.join(_GGUF_ARCHITECTURES)})", field="model"
         )
     values = {key[len(kind) + 1 :]: value for key, value in metadata.items() if key.startswith(f"{kind}.")}
+    if metadata.get("split.count", 1) > 1:
+        raise UnsupportedError(
+            f"{gguf.path} is one part of several; merge them with llama-gguf-split --merge", field="model"
+        )
     if values.get("expert_count"):
         raise UnsupportedError("mixture-of-experts models are not supported", field="model")
     embedding = tensors.get("token_embd.weight")

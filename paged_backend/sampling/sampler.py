@@ -70,18 +70,31 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> np.ndarray:
     Raises:
         PagedBackendError: a row holds NaN or infinity where its maximum should be: the model's output is broken.
     """
-    best, tokens = logits.max(dim=-1)
+    best, tokens = _most_likely(logits)
     drawn = np.flatnonzero(~batch.greedy)
     if drawn.size:
-        whole = drawn.size == logits.shape[0]
         index = torch.from_numpy(drawn).to(logits.device)
-        shifted = (logits if whole else logits[index]) - (best if whole else best[index])[:, None]
+        shifted = _rows(logits, index) - _rows(best, index)[:, None]
         tokens[index] = _draw(shifted, batch.select(drawn))
     # Checked last so that a GPU is waited for once; NaN reaches `best` from anywhere in its row.
     broken = np.flatnonzero(~np.isfinite(best.cpu().numpy()))
     if broken.size:
         raise PagedBackendError(f"the model produced logits that are not finite (rows {broken.tolist()} of the step)")
     return tokens.cpu().numpy()
+
+
+def _most_likely(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Maximum and its (first) index of each row; NaN counts as the maximum."""
+    if logits.device.type != "cpu":
+        return logits.max(dim=-1)
+    # numpy searches with SIMD instructions, torch's CPU kernel with a loop some ten times slower.
+    tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))
+    return logits.gather(-1, tokens[:, None])[:, 0], tokens
+
+
+def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The rows `index` (ascending); all of them without a copy."""
+    return tensor if index.shape[0] == tensor.shape[0] else tensor[index]
 
 
 def _draw(shifted: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
@@ -104,22 +117,15 @@ def token_weights(scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         batch: the rows' parameters.
     """
     probabilities = scaled.softmax(dim=-1)
-    # float64 holds a float32 times a power of two exactly; only the cut to an integer rounds.
-    weights = (probabilities.double() * _UNIT).long()
-    _apply_min_p(weights, probabilities, batch)
-    _apply_top_k(weights, scaled, batch)
-    _apply_top_p(weights, batch)
-    return weights
+    # A power of two scales a float32 exactly; only the cut to an integer rounds.
+    weights = (probabilities * _UNIT).long()
+    if batch.min_p.any():
+        floor = _column(batch.min_p, weights.device) * probabilities.amax(dim=-1, keepdim=True)
+        weights = torch.where(probabilities < floor, 0, weights)
+    return _top_p(_top_k(weights, scaled, batch), batch)
 
 
-def _apply_min_p(weights: torch.Tensor, probabilities: torch.Tensor, batch: SamplingBatch) -> None:
-    if not batch.min_p.any():
-        return
-    floor = _column(batch.min_p, weights.device) * probabilities.amax(dim=-1, keepdim=True)
-    weights.masked_fill_(probabilities < floor, 0)
-
-
-def _apply_top_k(weights: torch.Tensor, scaled: torch.Tensor, batch: SamplingBatch) -> None:
+def _top_k(weights: torch.Tensor, scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Keep the k largest of each row, and whatever equals the k-th."""
     vocabulary = scaled.shape[-1]
     on = (batch.top_k > 0) & (batch.top_k < vocabulary)
@@ -128,43 +134,56 @@ def _apply_top_k(weights: torch.Tensor, scaled: torch.Tensor, batch: SamplingBat
             continue
         index = torch.from_numpy(rows).to(weights.device)
         k = torch.from_numpy(batch.top_k[rows]).to(weights.device)[:, None]
-        chosen = scaled[index]
+        chosen = _rows(scaled, index)
         kth = chosen.topk(int(batch.top_k[rows].max()), dim=-1).values.gather(-1, k - 1)
-        weights[index] = weights[index].masked_fill_(chosen < kth, 0)
+        weights = _with_rows(weights, index, torch.where(chosen < kth, 0, _rows(weights, index)))
+    return weights
 
 
-def _apply_top_p(weights: torch.Tensor, batch: SamplingBatch) -> None:
+def _top_p(weights: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Keep the smallest set of tokens that holds the share p of the remaining weight, the most likely first; of
     tokens that weigh the same at the edge, those with the lower ids."""
     rows = np.flatnonzero(batch.top_p < 1.0)
     if not rows.size:
-        return
+        return weights
     index = torch.from_numpy(rows).to(weights.device)
-    chosen = weights[index]
+    chosen = _rows(weights, index)
     share = _column(batch.top_p[rows], weights.device).double()
     needed = (share * chosen.sum(dim=-1, keepdim=True)).ceil().long().clamp_(min=1)
-    lightest, allowed = _edge(chosen, needed)
-    equal = chosen == lightest
-    ambiguous = equal.sum(dim=-1, keepdim=True) > allowed
-    if ambiguous.any():
-        equal &= equal.cumsum(dim=-1) <= allowed
-    weights[index] = chosen.masked_fill_(~(equal | (chosen > lightest)), 0)
+    lightest, taken = _edge(chosen, needed)
+    above = chosen >= lightest
+    # Rarely, more tokens weigh as much as the last one taken than fit; the first of them do.
+    if (above.sum(dim=-1, keepdim=True) > taken).any():
+        equal = chosen == lightest
+        heavier = chosen > lightest
+        above = heavier | (equal & (equal.cumsum(dim=-1) <= taken - heavier.sum(dim=-1, keepdim=True)))
+    return _with_rows(weights, index, torch.where(above, chosen, 0))
+
+
+def _with_rows(tensor: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`tensor` with the rows `index` replaced."""
+    if index.shape[0] == tensor.shape[0]:
+        return rows
+    tensor[index] = rows
+    return tensor
 
 
 def _edge(weights: torch.Tensor, needed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the heaviest tokens reach the weight `needed` [R, 1]: the weight of the last one taken, and how many of
-    that weight are taken; both [R, 1]. Looks at few candidates first, at more while some row falls short."""
+    """Where the heaviest tokens reach the weight `needed` [R, 1]: the weight of the last one taken and how many are
+    taken, both [R, 1]. Looks at few candidates first, and at more only for the rows that fall short."""
+    lightest, taken = torch.empty_like(needed), torch.empty_like(needed)
+    pending = torch.arange(weights.shape[0], device=weights.device)
     count, vocabulary = _FIRST_CANDIDATES, weights.shape[-1]
-    while True:
-        heaviest = weights.topk(min(count, vocabulary), dim=-1).values
-        reached = heaviest.cumsum(dim=-1)
-        if count >= vocabulary or bool((reached[:, -1:] >= needed).all()):
-            break
+    while pending.numel():
+        heaviest = _rows(weights, pending).topk(min(count, vocabulary), dim=-1).values
+        reached, goal = heaviest.cumsum(dim=-1), _rows(needed, pending)
+        done = (reached[:, -1] >= goal[:, 0]) | (count >= vocabulary)
+        last = torch.searchsorted(reached, goal).clamp_(max=heaviest.shape[-1] - 1)
+        settled = pending[done]
+        lightest[settled], taken[settled] = heaviest.gather(-1, last)[done], last[done] + 1
+        pending = pending[~done]
         count *= _CANDIDATE_GROWTH
-    last = torch.searchsorted(reached, needed).clamp_(max=heaviest.shape[-1] - 1)
-    lightest = heaviest.gather(-1, last)
-    first_equal = (heaviest > lightest).sum(dim=-1, keepdim=True)
-    return lightest, last - first_equal + 1
+    return lightest, taken
 
 
 def _column(values: np.ndarray, device: torch.device) -> torch.Tensor:

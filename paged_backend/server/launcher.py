@@ -23,7 +23,7 @@ from paged_backend.server.progress import Progress
 
 _POLL_SECONDS = 0.2
 # Requests in flight may finish for this long after Ctrl-C; the margin is for the models' own clean-up.
-_EXIT_TIMEOUT_SECONDS = 10
+_EXIT_TIMEOUT_SECONDS = 20
 _STOP_GRACE_SECONDS = _EXIT_TIMEOUT_SECONDS + 10.0
 # While models load nothing is in flight, and a server busy loading does not listen to signals.
 _LOADING_GRACE_SECONDS = 3.0
@@ -100,9 +100,9 @@ def serve(options: ServeOptions) -> int:
                 _supervise(server, log, stop)
             _say("\nstopping (Ctrl-C again to kill)" if sys.stdout.isatty() else "stopping")
         finally:
-            server.stop(grace, stop.hurry)
+            orderly = server.stop(grace, stop.hurry)
             log.join(1.0)
-    _say("stopped")
+    _say("stopped" if orderly else "stopped (the server was killed)")
     return 0
 
 

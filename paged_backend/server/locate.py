@@ -15,6 +15,7 @@ from pathlib import Path
 from paged_backend.server.errors import LaunchError
 
 _STUB_NAME = "triton_python_backend_stub"
+_FIRST_WITHOUT_NUMPY_1 = (3, 13)
 _CONTAINER_BACKENDS = Path("/opt/tritonserver/backends")
 # The stub names the libpython it embeds; wheels may rename it (libpython3-419a3a08.13.so.1.0).
 _LIBPYTHON = re.compile(rb"libpython3(?:-[0-9a-f]+)?\.(\d+)[0-9A-Za-z.]*\.so[0-9.]*")
@@ -54,6 +55,11 @@ def find_server() -> ServerInstall:
         return _installed(Path(on_path).resolve())
     spec = importlib.util.find_spec("pytriton")
     if spec is None or spec.origin is None:
+        if sys.version_info >= _FIRST_WITHOUT_NUMPY_1:
+            raise LaunchError(
+                "no Triton Server found on PATH, and the one in nvidia-pytriton needs numpy 1, which Python "
+                f"3.{sys.version_info.minor} has not: use Python 3.10, 3.11 or 3.12"
+            )
         raise LaunchError(
             "no Triton Server found: none on PATH and nvidia-pytriton is not installed; "
             "run: pip install 'paged-backend[server]'"

@@ -23,6 +23,7 @@ _HARMLESS = (
     "Failed to initialize NVML",
     "DCGM unable to start",
     "Unable to allocate pinned system memory",
+    "failed to allocate pinned system memory",
     "Signal (",
 )
 _STATUS_PREFIX = re.compile(r"^(?:Internal|Invalid argument|Not found|Unavailable): ")

@@ -6,13 +6,13 @@ load is seen to be alive. Knows nothing of servers. Called by the launcher.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from typing import TextIO
 
 _REDRAW_SECONDS = 0.5
 _REMIND_SECONDS = 10.0
-_WIDTH = 100
 
 
 class Progress:
@@ -39,7 +39,8 @@ class Progress:
             if text == self._shown and age < _REDRAW_SECONDS:
                 return
             line = f"{text} ({self.elapsed:.0f} s)"
-            self._stream.write("\r\x1b[K" + line[:_WIDTH])
+            # A line that wraps could not be redrawn.
+            self._stream.write("\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1])
             self._drawn = True
         else:
             if text == self._shown and age < _REMIND_SECONDS:

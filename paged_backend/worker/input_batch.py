@@ -84,7 +84,7 @@ class InputBatch:
         self._append_blocks(row, new.block_ids)
         params, sampling = new.params, self._sampling
         sampling.greedy[row] = params.is_greedy
-        sampling.temperature[row] = params.temperature
+        sampling.temperature[row] = min(params.temperature, float(np.finfo(np.float32).max))
         # A k beyond any vocabulary is off, and need not fit the array's type.
         sampling.top_k[row] = min(params.top_k, np.iinfo(np.int64).max)
         sampling.top_p[row] = params.top_p

@@ -119,14 +119,23 @@ def cuda_budget(config: EngineConfig, *, total: int, used: int, peak: int) -> tu
 def available_memory() -> int:
     """Bytes of RAM this process may still use: what the system has free, within the container's limit."""
     free = _system_memory()
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    for folder, limit, used, cache in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        values = [_read_int(Path(name)) for name in (limit, used)]
+        values = [_read_int(Path(folder, name)) for name in (limit, used)]
         if values[0] is not None and values[1] is not None:
-            free = min(free, max(0, values[0] - values[1]))
+            # The page cache (the model's file, just read) counts as used but gives way.
+            free = min(free, max(0, values[0] - values[1] + _cgroup_stat(Path(folder, "memory.stat"), cache)))
     return free
+
+
+def _cgroup_stat(path: Path, name: str) -> int:
+    try:
+        fields = dict(line.split(maxsplit=1) for line in path.read_text().splitlines())
+        return int(fields.get(name, 0))
+    except (OSError, ValueError):
+        return 0
 
 
 def _system_memory() -> int:

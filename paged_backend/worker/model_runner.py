@@ -27,9 +27,10 @@ from paged_backend.worker.input_batch import InputBatch
 
 @dataclass(slots=True)
 class RaggedBatch:
-    """A step's batch on the host, N sequences and T tokens; `order` [N] maps batch rows to the plan's order.
+    """A step's batch on the host: N sequences in the order of the kernels, T tokens.
 
-    `rows` [N] are input batch rows, `samples` bool [N]; the others as in `AttentionMetadata`.
+    `seq_ids`, `rows` (of the input batch) and `samples` have N entries, `input_ids` and `positions` T; the others are
+    as in `AttentionMetadata`.
     """
 
     seq_ids: list[int]

@@ -145,6 +145,7 @@ def test_a_second_ctrl_c_kills_a_server_that_hangs(tmp_path: Path, launch: Launc
     time.sleep(1.0)
     launched.signal(signal.SIGINT)
     assert launched.wait(10) == 0
+    assert "stopped (the server was killed)" in launched.output
     assert time.monotonic() - begun < 10
     launched.assert_gone()
     launched.assert_no_files()
@@ -244,7 +245,11 @@ def test_model_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_no_server_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(locate, "_FIRST_WITHOUT_NUMPY_1", (4, 0))
     with pytest.raises(LaunchError, match=r"pip install 'paged-backend\[server\]'"):
+        locate.find_server()
+    monkeypatch.setattr(locate, "_FIRST_WITHOUT_NUMPY_1", (3, 0))
+    with pytest.raises(LaunchError, match=r"use Python 3\.10, 3\.11 or 3\.12"):
         locate.find_server()
 
 

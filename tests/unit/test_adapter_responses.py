@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from paged_backend.engine.outputs import SequenceDelta, TextSpan
-from paged_backend.errors import EngineDeadError, OverloadedError
+from paged_backend.errors import EngineDeadError, InvalidRequestError, OverloadedError, UnsupportedError
 from paged_backend.triton_adapter.parse import ResponseOptions
+from paged_backend.triton_adapter.pb import triton_error
 from paged_backend.triton_adapter.sender import ResponseStream, SenderThread
 from paged_backend.triton_adapter.text_models import DetokenizerModel, TokenizerModel
 
@@ -227,6 +228,13 @@ def test_engine_errors_end_the_request(error, code):
     assert [r.error.code for r in sender.sent] == [code]
     assert sender.finals == 1
     assert closed == [stream]
+
+
+def test_errors_carry_their_code():
+    assert triton_error(InvalidRequestError("`x` is bad")).code == "INVALID_ARG"
+    assert triton_error(InvalidRequestError("`x` is bad")).message == "`x` is bad"
+    # A code that a server's module does not have.
+    assert triton_error(UnsupportedError("no")).code == "INTERNAL"
 
 
 @pytest.mark.parametrize("last", [True, False])

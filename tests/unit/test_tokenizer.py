@@ -168,7 +168,7 @@ def test_bos_and_eos_flags(tmp_path):
 
 
 def test_unknown_pre_tokenizer_is_refused_by_name(tmp_path):
-    with pytest.raises(ModelLoadError, match="'mystery'.*smollm"):
+    with pytest.raises(ModelLoadError, match=r"'mystery'.*smollm"):
         Tokenizer.load(_bpe_source(tmp_path, "mystery"))
 
 
@@ -182,7 +182,7 @@ def test_unknown_tokenizer_model_is_refused_by_name(tmp_path):
 def test_damaged_gguf_is_refused(tmp_path, content):
     path = tmp_path / "bad.gguf"
     path.write_bytes(content)
-    with pytest.raises(ModelLoadError, match="bad.gguf"):
+    with pytest.raises(ModelLoadError, match=r"bad\.gguf"):
         Tokenizer.load(ModelSource(path, is_gguf=True))
 
 
@@ -249,6 +249,12 @@ def test_directory(directory):
 def test_generation_config_decides_on_the_end(directory):
     _write_json(directory / "generation_config.json", {"eos_token_id": [7, 1]})
     assert _load(directory).eos_token_ids == (1, 7)
+
+
+def test_end_ids_must_be_integers(directory):
+    _write_json(directory / "generation_config.json", {"eos_token_id": "</s>"})
+    with pytest.raises(ModelLoadError, match=r"generation_config\.json: eos_token_id"):
+        _load(directory)
 
 
 def test_eos_falls_back_to_the_tokenizer_config(directory):

@@ -28,7 +28,7 @@ from paged_kernels.cpu.runtime import UNBOUNDED, compile_kernel, element_type, f
 
 SPLIT_TOKENS = 512
 _TILE = 64  # tokens per online-softmax step; a multiple of 16
-_PARALLEL_ELEMENTS = 1 << 15  # key elements read; below this, waking threads costs more than the work
+_PARALLEL_PRODUCTS = 1 << 18  # multiply-adds per product; below this, waking threads costs more than the work
 _ARGUMENTS = record_type(
     "query k_cache v_cache tables lens out chunk_seq chunk_at acc top norm alpha counter done",
     "seqs chunks heads block_size table_row query_token query_head out_token out_head "
@@ -173,6 +173,6 @@ def decode_attention(
         k_block=k_block, k_head=k_head, k_token=k_token, v_block=v_block, v_head=v_head, v_token=v_token,
         scale=scale * math.log2(math.e),
     )  # fmt: skip
-    elements = int(lens.sum()) * q_heads * dim
-    threads = thread_count() if elements >= _PARALLEL_ELEMENTS else 1
+    products = int(lens.sum()) * q_heads * dim
+    threads = thread_count() if products >= _PARALLEL_PRODUCTS else 1
     launch(_build(dim, q_heads // heads, element_type(query.dtype)), record, threads)

@@ -33,10 +33,10 @@ from paged_kernels.cpu.micro import (
 from paged_kernels.cpu.runtime import UNBOUNDED, compile_kernel, element_type, fill, launch, record_type, thread_count
 
 _ROWS = 64  # query rows per item; fewer when that would leave threads idle
-_PARALLEL_ELEMENTS = 1 << 15  # query elements; below this, waking threads costs more than the work
+_PARALLEL_PRODUCTS = 1 << 20  # multiply-adds per product; below this, waking threads costs more than the work
 _ARGUMENTS = record_type(
     "query k_cache v_cache tables lens starts out tile_seq tile_at counter",
-    "seqs tiles tokens_per_tile heads block_size table_row query_token query_head out_token out_head "
+    "seqs tiles tokens_per_tile heads group block_size table_row query_token query_head out_token out_head "
     "k_block k_head k_token v_block v_head v_token",
     "scale",
 )
@@ -48,9 +48,9 @@ def _key_tile(head_dim: int) -> int:
 
 
 @cache
-def _build(head_dim: int, group: int, element: type):
-    """The kernel for one head size and group; one function for the reason given in `decode._build`."""
-    tag, dim, per_token, tile = BUILD_TAG, head_dim, group, _key_tile(head_dim)
+def _build(head_dim: int, element: type):
+    """The kernel for one head size; one function for the reason given in `decode._build`."""
+    tag, dim, tile = BUILD_TAG, head_dim, _key_tile(head_dim)
 
     def prefill(arguments):
         _ = tag
@@ -65,7 +65,7 @@ def _build(head_dim: int, group: int, element: type):
         tile_seq = carray(pointer(args.tile_seq), args.tiles, np.int32)
         tile_at = carray(pointer(args.tile_at), args.tiles, np.int32)
         counter = carray(pointer(args.counter), 1, np.int64)
-        heads, block_size = args.heads, args.block_size
+        heads, per_token, block_size = args.heads, args.group, args.block_size
         panels = (args.tokens_per_tile * per_token + PANEL - 1) // PANEL
         query = np.zeros(panels * dim * PANEL, dtype=np.float32)
         o = np.empty(panels * PANEL * dim, dtype=np.float32)
@@ -76,6 +76,7 @@ def _build(head_dim: int, group: int, element: type):
         values = np.empty(tile * dim, dtype=np.float32)
         s = np.empty(tile * PANEL, dtype=np.float32)
         buffer = np.empty(dim, dtype=np.float32)
+        position = np.empty(panels * PANEL, dtype=np.int64)
         while True:
             item = fetch_add(counter, 0)
             if item >= args.tiles * heads:
@@ -99,6 +100,7 @@ def _build(head_dim: int, group: int, element: type):
             for r in range(panels * PANEL):
                 top[r] = -np.inf
                 norm[r] = 0.0
+                position[r] = pos0 + r // per_token
             for i in range(panels * PANEL * dim):
                 o[i] = 0.0
             for t0 in range(0, pos0 + count, tile):
@@ -117,15 +119,13 @@ def _build(head_dim: int, group: int, element: type):
                     t += many
                 for panel in range((rows + PANEL - 1) // PANEL):
                     row0 = panel * PANEL
-                    low = pos0 + row0 // per_token
-                    high = pos0 + (min(rows, row0 + PANEL) - 1) // per_token
-                    span = min(stop, high + 1) - t0
+                    span = min(stop, position[min(rows, row0 + PANEL) - 1] + 1) - t0
                     if span <= 0:
                         continue
                     panel_scores(s, keys, (span + 3) // 4 * 4, query, row0 * dim, dim)
-                    for t in range(max(0, low + 1 - t0), span):
+                    for t in range(max(0, position[row0] + 1 - t0), span):
                         for lane in range(PANEL):
-                            if t0 + t > pos0 + (row0 + lane) // per_token:
+                            if t0 + t > position[row0 + lane]:
                                 s[t * PANEL + lane] = -np.inf
                     panel_softmax(s, span, top, norm, alpha, row0)
                     for r in range(row0, row0 + PANEL):
@@ -164,7 +164,8 @@ def prefill_attention(
     group = q_heads // heads
     query_lens = np.diff(query_start_loc.numpy())
     total = int(query_lens.sum())
-    threads = thread_count() if total * q_heads * dim >= _PARALLEL_ELEMENTS else 1
+    products = int((query_lens.astype(np.int64) * seq_lens.numpy()).sum()) * q_heads * dim
+    threads = thread_count() if products >= _PARALLEL_PRODUCTS else 1
     tokens = max(1, _ROWS // group)
     while tokens * group > PANEL and -(-total // tokens) * heads < 2 * threads:
         tokens = -(-tokens // 2)
@@ -175,10 +176,10 @@ def prefill_attention(
     record = fill(
         _ARGUMENTS, query=query, k_cache=k_cache, v_cache=v_cache, tables=block_tables, lens=seq_lens,
         starts=query_start_loc, out=out, tile_seq=tile_seq, tile_at=tile_at, counter=counter,
-        seqs=query_lens.size, tiles=tile_seq.size, tokens_per_tile=tokens, heads=heads,
+        seqs=query_lens.size, tiles=tile_seq.size, tokens_per_tile=tokens, heads=heads, group=group,
         block_size=k_cache.shape[2], table_row=block_tables.stride(0),
         query_token=query.stride(0), query_head=query.stride(1), out_token=out.stride(0), out_head=out.stride(1),
         k_block=k_block, k_head=k_head, k_token=k_token, v_block=v_block, v_head=v_head, v_token=v_token,
         scale=scale * math.log2(math.e),
     )  # fmt: skip
-    launch(_build(dim, group, element_type(query.dtype)), record, threads)
+    launch(_build(dim, element_type(query.dtype)), record, threads)

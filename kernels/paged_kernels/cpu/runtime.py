@@ -24,10 +24,22 @@ UNBOUNDED = 1 << 60
 """Length given to arrays made from bare addresses; kernels compute their own bounds."""
 
 
-@njit(parallel=True, nogil=True, cache=True)
+def _with_disk_cache(decorator, function):
+    """decorator(function, cache=True), without the cache where numba finds no directory it can write to."""
+    try:
+        return decorator(function, cache=True)
+    except RuntimeError as error:
+        if "cannot cache" not in str(error):
+            raise
+        return decorator(function, cache=False)
+
+
 def _fan_out(address, record, workers):
     for _worker in prange(workers):
         call_kernel(address, record)
+
+
+_fan_out = _with_disk_cache(lambda f, cache: njit(parallel=True, nogil=True, cache=cache)(f), _fan_out)
 
 
 def record_type(addresses: str, integers: str = "", floats: str = "") -> np.dtype:
@@ -39,7 +51,7 @@ def record_type(addresses: str, integers: str = "", floats: str = "") -> np.dtyp
 def compile_kernel(function, arguments: np.dtype):
     """Compile `function(pointer to an arguments record)`; the machine code is kept in numba's disk cache."""
     signature = types.void(types.CPointer(numba.from_dtype(arguments)))
-    return numba.cfunc(signature, nopython=True, cache=True)(function)
+    return _with_disk_cache(lambda f, cache: numba.cfunc(signature, nopython=True, cache=cache)(f), function)
 
 
 def element_type(dtype: torch.dtype) -> type:

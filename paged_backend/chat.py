@@ -1,0 +1,85 @@
+"""Chat messages to prompt text, by the model's own Jinja chat template.
+
+The template comes with the model, so it runs in Jinja's immutable sandbox; the helpers it may call are the ones that
+published templates expect of transformers (`raise_exception`, `strftime_now`, `tojson`). Knows no tokens and no server.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from paged_backend.errors import InvalidRequestError, UnsupportedError
+from paged_backend.tokenizer import Tokenizer
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+) -> str:
+    """The prompt text of a conversation.
+
+    Args:
+        tokenizer: of the model whose chat template is used.
+        messages: at least one mapping with a string `role` and, as a rule, a `content`.
+        tools: tool descriptions, handed to the template as they are.
+        add_generation_prompt: end with what begins an answer of the assistant.
+
+    Raises:
+        UnsupportedError: the model has no chat template.
+        InvalidRequestError: the messages are malformed, or the template refuses them; `field` is `messages`.
+    """
+    if tokenizer.chat_template is None:
+        raise UnsupportedError("`messages`: this model has no chat template; send the prompt as text", field="messages")
+    _check_messages(messages)
+    try:
+        return _compile(tokenizer.chat_template).render(
+            messages=messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            bos_token=tokenizer.bos_token or "",
+            eos_token=tokenizer.eos_token or "",
+        )
+    except jinja2.TemplateSyntaxError as error:
+        raise UnsupportedError(f"`messages`: the model's chat template is broken: {error}", field="messages") from error
+    except Exception as error:  # whatever the template's code raises on these messages
+        raise InvalidRequestError(
+            f"`messages`: the model's chat template refuses them: {error}", field="messages"
+        ) from error
+
+
+def _check_messages(messages: object) -> None:
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise InvalidRequestError("`messages` must be a list of at least one message", field="messages")
+    for position, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            problem = f'`messages`[{position}] must be an object with a string "role" (and a "content")'
+            raise InvalidRequestError(problem, field="messages")
+
+
+@lru_cache(maxsize=8)
+def _compile(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(template)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    # Jinja's own filter escapes HTML characters, which a prompt must not have.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

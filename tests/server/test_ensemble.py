@@ -1,0 +1,73 @@
+"""`paged_ensemble` says exactly what `paged_llm` says, whatever the script, and its text models stay light."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from server.client import GREEDY, Call, ask, chat
+
+pytestmark = pytest.mark.server
+
+PROMPTS = {
+    "mixed scripts": "🌶읽ส한",
+    "accents": "Café 123 😊",
+    "repeat": chat("Repeat exactly: 🌶 naïve 読む สวัสดี 한국어"),
+}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS.keys())
+@pytest.mark.parametrize("params", [{}, {"stop": ["a", "한"]}, {"skip_special_tokens": False}], ids=str)
+def test_same_text_as_the_engine_model(served, prompt, params):
+    inputs = {"text_input": prompt, "stream": True}
+    params = {**GREEDY, "max_tokens": 9, **params}
+    engine = Call(served.grpc_url, "paged_llm", inputs, params).wait()
+    ensemble = Call(served.grpc_url, "paged_ensemble", inputs, params).wait()
+    assert ensemble.text == engine.text
+    assert all(ensemble.texts)
+    # A replacement character would be half a character that was sent too early.
+    assert not any(text.startswith("\ufffd") for text in engine.texts[:-1])
+    whole = Call(served.grpc_url, "paged_ensemble", {"text_input": prompt}, params).wait(linger=0.2)
+    assert whole.text == prompt + engine.text
+    assert len(whole.responses) == whole.finals == 1
+
+
+def test_special_tokens_in_the_prompt_come_back_as_written(served):
+    """The prompt is put before the output as the client wrote it, not as its ids decode."""
+    prompt = chat("Hi")
+    answer = Call(served.grpc_url, "paged_ensemble", {"text_input": prompt}, {**GREEDY, "max_tokens": 2}).wait()
+    assert answer.text.startswith(prompt)
+
+
+def test_an_empty_prompt_reaches_only_its_own_client(served):
+    neighbour = Call(
+        served.grpc_url, "paged_ensemble", {"text_input": "Once", "stream": True}, {**GREEDY, "max_tokens": 8}
+    )
+    bad = Call(served.grpc_url, "paged_ensemble", {"text_input": ""}).wait()
+    assert "`text_input` is empty" in bad.error.message()
+    assert neighbour.wait().text == ask(served.grpc_url, "paged_llm", "Once", 8)
+
+
+def test_text_models_do_not_load_torch(served):
+    """Torch in a process shows as its libraries mapped into it."""
+    stubs = {}
+    for process in Path("/proc").iterdir():
+        try:
+            arguments = (process / "cmdline").read_bytes().decode().split("\0")
+            mapped = (process / "maps").read_text()
+        except OSError:
+            continue
+        if "triton_python_backend_stub" not in arguments[0] or str(served.pid) not in _ancestors(process.name):
+            continue
+        stubs[Path(arguments[1]).parts[-3]] = "libtorch" in mapped
+    assert stubs == {"paged_llm": True, "tokenizer": False, "detokenizer": False}
+
+
+def _ancestors(pid: str) -> set[str]:
+    found = set()
+    while pid not in ("0", "1"):
+        found.add(pid)
+        status = Path(f"/proc/{pid}/status").read_text()
+        pid = next(line.split()[1] for line in status.splitlines() if line.startswith("PPid:"))
+    return found | {str(os.getpid())} & {pid}

@@ -1,0 +1,149 @@
+"""The text interface of `paged_llm`, and the same of `paged_ensemble`: what a client of the vLLM backend relies on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from server.client import GREEDY, TEXT_MODELS, Call, ask, chat, events, post
+
+pytestmark = pytest.mark.server
+
+QUESTION = chat("What is the capital of France?")
+# Ends at once: the demo model's first token after it is end-of-sequence, so there is no text at all.
+SILENT = "What is the capital of France?"
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+def test_it_answers(served, model):
+    assert "Paris" in ask(served.grpc_url, model, QUESTION, 16)
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+def test_joined_stream_is_the_whole_text(served, model):
+    params = {**GREEDY, "max_tokens": 12}
+    stream = Call(served.grpc_url, model, {"text_input": "Once upon a time", "stream": True}, params).wait(linger=0.2)
+    whole = Call(served.grpc_url, model, {"text_input": "Once upon a time"}, params).wait(linger=0.2)
+    assert len(stream.responses) > 1
+    assert all(stream.texts)
+    assert len(whole.responses) == 1
+    assert whole.text == "Once upon a time" + stream.text
+    assert stream.finals == whole.finals == 1
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+def test_prompt_can_be_excluded(served, model):
+    inputs = {"text_input": "Once upon a time"}
+    params = {**GREEDY, "max_tokens": 4}
+    texts = {
+        exclude: Call(served.grpc_url, model, {**inputs, "exclude_input_in_output": exclude}, params).wait().text
+        for exclude in (True, False)
+    }
+    assert texts[False] == "Once upon a time" + texts[True]
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+@pytest.mark.parametrize("empty_final", [True, False])
+@pytest.mark.parametrize(("prompt", "max_tokens"), [("Once upon a time", 1), ("Once upon a time", 4), (SILENT, 4)])
+def test_exactly_one_final(served, model, empty_final, prompt, max_tokens):
+    """Whether the last step brings text or, as an end-of-sequence token, none."""
+    for stream in (True, False):
+        inputs = {"text_input": prompt, "stream": stream}
+        call = Call(served.grpc_url, model, inputs, {**GREEDY, "max_tokens": max_tokens}, empty_final=empty_final)
+        answer = call.drain()
+        assert answer.error is None
+        # A client that did not ask for empty final responses does not see one that goes alone.
+        assert answer.finals == 1 or (not empty_final and stream and answer.finals == 0)
+        if stream:
+            assert all(answer.texts)
+            assert bool(answer.texts) == (prompt != SILENT)
+        else:
+            assert len(answer.responses) == 1
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+def test_counts_and_finish_reason(served, model):
+    flags = {"return_finish_reason": True, "return_num_input_tokens": True, "return_num_output_tokens": True}
+    params = {**GREEDY, "max_tokens": 5}
+    whole = Call(served.grpc_url, model, {"text_input": "Once upon a time", **flags}, params).wait()
+    assert whole.joined("finish_reason") == [b"length"]
+    assert whole.joined("num_input_tokens") == [4]
+    assert whole.joined("num_output_tokens") == [5]
+    inputs = {"text_input": "Once upon a time", "stream": True, **flags}
+    stream = Call(served.grpc_url, model, inputs, params).wait()
+    assert sum(stream.joined("num_output_tokens")) == 5
+    assert set(stream.joined("num_input_tokens")) == {4}
+    assert stream.joined("finish_reason") == [b"None"] * (len(stream.responses) - 1) + [b"length"]
+    # Asked for, they come even when there is no text to go with them.
+    silent = Call(served.grpc_url, model, {"text_input": SILENT, "stream": True, **flags}, params).wait()
+    assert silent.responses == [
+        {"text_output": [b""], "finish_reason": [b"stop"], "num_input_tokens": [7], "num_output_tokens": [1]}
+    ]
+
+
+def test_request_parameters_and_spelled_numbers(served):
+    inputs = {"text_input": "Once upon a time", "stream": True}
+    expected = Call(served.grpc_url, "paged_llm", inputs, {**GREEDY, "max_tokens": 4}).wait().text
+    for model in TEXT_MODELS:
+        parameters = {"max_tokens": "4", "temperature": "0", "ignore_eos": "false"}
+        assert Call(served.grpc_url, model, inputs, parameters=parameters).wait().text == expected
+        parameters = {"max_tokens": 1, "temperature": "5"}
+        tensor = {**GREEDY, "max_tokens": 4}
+        assert Call(served.grpc_url, model, inputs, tensor, parameters=parameters).wait().text == expected
+
+
+def test_seeds_reproduce(served):
+    inputs = {"text_input": "Once upon a time", "exclude_input_in_output": True}
+    texts = [
+        Call(served.grpc_url, "paged_llm", inputs, {"temperature": 1.5, "max_tokens": 6, "seed": seed}).wait().text
+        for seed in (7, 7, 8)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_stop_strings_are_cut(served):
+    inputs = {"text_input": QUESTION, "stream": True, "return_finish_reason": True}
+    full = Call(served.grpc_url, "paged_llm", inputs, {**GREEDY, "max_tokens": 8}).wait()
+    assert " is" in full.text
+    for model in TEXT_MODELS:
+        answer = Call(served.grpc_url, model, inputs, {**GREEDY, "max_tokens": 8, "stop": [" is"]}).wait()
+        assert answer.text == full.text.partition(" is")[0]
+        assert answer.joined("finish_reason")[-1] == b"stop"
+        kept = {**GREEDY, "max_tokens": 8, "stop": " is", "include_stop_str_in_output": True}
+        assert Call(served.grpc_url, model, inputs, kept).wait().text == answer.text + " is"
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+def test_http_generate(served, model):
+    expected = ask(served.grpc_url, model, "Once upon a time", 4)
+    status, body = post(
+        served.http_url,
+        model,
+        "generate",
+        {"text_input": "Once upon a time", "max_tokens": 4, "temperature": 0, "exclude_input_in_output": True},
+    )
+    assert (status, json.loads(body)["text_output"]) == (200, expected)
+    assert set(json.loads(body)) <= {
+        *("text_output", "model_name", "model_version"),
+        *("sequence_id", "sequence_start", "sequence_end"),  # the server adds these to ensembles
+    }
+    status, body = post(served.http_url, model, "generate", {"text_input": SILENT, "temperature": 0})
+    assert (status, json.loads(body)["text_output"]) == (200, SILENT)
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+@pytest.mark.parametrize("prompt", ["Once upon a time", SILENT])
+def test_http_generate_stream_has_no_empty_piece(served, model, prompt):
+    body = {"text_input": prompt, "stream": True, "parameters": {"max_tokens": 4, "temperature": 0}}
+    status, text = post(served.http_url, model, "generate_stream", body)
+    assert status == 200
+    pieces = [event["text_output"] for event in events(text)]
+    assert all(pieces)
+    assert "".join(pieces) == ask(served.grpc_url, model, prompt, 4)
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+def test_unsupported_outputs_are_refused(served, model):
+    for flag in ("return_logprobs", "return_cumulative_logprob"):
+        answer = Call(served.grpc_url, model, {"text_input": "a", flag: True}, {"max_tokens": 1}).wait()
+        assert f"`{flag}` is not supported" in answer.error.message()
