@@ -19,6 +19,8 @@ from paged_backend.errors import InvalidRequestError
 GREEDY_TEMPERATURE = 1e-5
 MAX_SEED = 2**64 - 1
 # Bounds that keep one request from exhausting the server: every emitted token is matched against every stop string.
+MAX_N = 64
+MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 
@@ -39,6 +41,18 @@ class SamplingParams:
         ignore_eos: do not stop at the model's end-of-sequence tokens.
         include_stop_str_in_output: keep the matched stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
+        n: outputs to sample side by side, with seeds derived from `seed`; in a beam search, outputs to return.
+        presence_penalty: in [-2, 2]; subtracted from the logits of tokens that were generated already.
+        frequency_penalty: in [-2, 2]; subtracted once for each time that a token was generated.
+        repetition_penalty: > 0; divides positive and multiplies negative logits of tokens in the prompt or the output.
+        logprobs: return the sampled token's log-probability and those of so many most likely tokens (0 to 20).
+        use_beam_search: search for the most likely outputs instead of sampling; needs temperature 0.
+        beam_width: beams of a beam search; None: `n`.
+        length_penalty: an output's score is its log-probability divided by its length to this power.
+        early_stopping: stop a beam search once `beam_width` outputs are complete (true), when a better one is unlikely
+            (false), or only when none is possible (`"never"`), as transformers does.
+        priority: the lower, the more urgent, under the scheduling policy `priority`.
+        cache_salt: share cached KV blocks only with requests of the same salt.
 
     Raises:
         InvalidRequestError: a value has the wrong type or is out of bounds; `field` names it.
@@ -55,6 +69,17 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+    use_beam_search: bool = False
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    priority: int = 0
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         _check_number(self, "temperature", 0.0, math.inf)
@@ -65,11 +90,26 @@ class SamplingParams:
             _check_int(self, "seed", -(2**63), MAX_SEED)
         if self.max_tokens is not None:
             _check_int(self, "max_tokens", 1, None)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        _check_int(self, "n", 1, MAX_N)
+        _check_number(self, "presence_penalty", -2.0, 2.0)
+        _check_number(self, "frequency_penalty", -2.0, 2.0)
+        _check_number(self, "repetition_penalty", 0.0, math.inf, low_open=True)
+        _check_int(self, "priority", -(2**31), 2**31 - 1)
+        if self.logprobs is not None:
+            _check_int(self, "logprobs", 0, MAX_LOGPROBS)
+        if self.cache_salt is not None and not (isinstance(self.cache_salt, str) and self.cache_salt):
+            raise _bad("cache_salt", f"must be a non-empty string, got {_show(self.cache_salt)}")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "use_beam_search"):
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, f"must be true or false, got {_show(getattr(self, name))}")
         object.__setattr__(self, "stop", _normalise_stop(self.stop))
         object.__setattr__(self, "stop_token_ids", _normalise_stop_ids(self.stop_token_ids))
+        _check_beam_search(self)
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences computed side by side."""
+        return self.beam_width if self.use_beam_search and self.beam_width is not None else self.n
 
     @property
     def is_greedy(self) -> bool:
@@ -102,9 +142,9 @@ def _check_number(params: SamplingParams, name: str, low: float, high: float, *,
     value = getattr(params, name)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise _bad(name, f"must be a number, got {_show(value)}")
-    bounds = f"{'(' if low_open else '['}{low:g}, {high:g}{']' if math.isfinite(high) else ')'}"
+    bounds = f"{'(' if low_open or low == -math.inf else '['}{low:g}, {high:g}{']' if math.isfinite(high) else ')'}"
     # Written so that NaN fails it; the float maximum stands for infinity, and refuses integers beyond floats too.
-    if not (low <= value <= min(high, sys.float_info.max)) or (low_open and value == low):
+    if not (max(low, -sys.float_info.max) <= value <= min(high, sys.float_info.max)) or (low_open and value == low):
         raise _bad(name, f"must be a finite number in {bounds}, got {_show(value)}")
     object.__setattr__(params, name, float(value))
 
@@ -116,6 +156,27 @@ def _check_int(params: SamplingParams, name: str, low: int, high: int | None) ->
     if value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"between {low} and {high}"
         raise _bad(name, f"must be {limit}, got {value}")
+
+
+def _check_beam_search(params: SamplingParams) -> None:
+    if params.beam_width is not None:
+        _check_int(params, "beam_width", 1, MAX_N)
+    _check_number(params, "length_penalty", -math.inf, math.inf)
+    if not isinstance(params.early_stopping, bool) and params.early_stopping != "never":
+        raise _bad("early_stopping", f'must be true, false or "never", got {_show(params.early_stopping)}')
+    if not params.use_beam_search:
+        if params.beam_width is not None:
+            raise _bad("beam_width", "needs `use_beam_search`")
+        return
+    if params.beam_width is None:
+        object.__setattr__(params, "beam_width", params.n)
+    if params.beam_width < params.n:
+        raise _bad("beam_width", f"({params.beam_width}) must be at least `n` ({params.n})")
+    if params.temperature >= GREEDY_TEMPERATURE:
+        raise _bad("temperature", "must be 0 in a beam search: it does not sample")
+    for name in ("stop", "logprobs"):
+        if getattr(params, name):
+            raise _bad(name, "is not supported in a beam search")
 
 
 def _normalise_stop(stop: object) -> tuple[str, ...]:

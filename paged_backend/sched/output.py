@@ -26,6 +26,8 @@ class NewSequence:
         block_ids: the block table at the start of this step (it already covers this step's tokens).
         params: the request's sampling parameters.
         seed: 64-bit sampling seed of this sequence; with the position it alone determines the randomness.
+        num_logprobs: how many top log-probabilities to return at each of its sampling positions; None: none at all.
+        is_beam: a beam of a beam search: nothing is sampled, the top log-probabilities are its continuations.
     """
 
     seq_id: int
@@ -34,6 +36,8 @@ class NewSequence:
     block_ids: list[int]
     params: SamplingParams
     seed: int
+    num_logprobs: int | None = None
+    is_beam: bool = False
 
 
 @dataclass(slots=True, frozen=True)
@@ -84,10 +88,11 @@ class SchedulerOutput:
 
 @dataclass(slots=True, frozen=True)
 class TokenLogprobs:
-    """Log-probabilities at one position, from the raw logits (before penalties and temperature).
+    """Log-probabilities at one position: of the raw logits (before penalties and temperature), for a beam with the
+    penalties applied to the log-probabilities, as transformers does.
 
     Attributes:
-        logprob, rank: of the sampled token; the most likely token has rank 1. Beam search samples none: 0.0 and 0.
+        logprob, rank: of the sampled token; the most likely token has rank 1. A beam samples none: 0.0 and 0.
         top_ids, top_logprobs: the most likely tokens, best first (ties: lower id first).
     """
 
@@ -101,8 +106,8 @@ class TokenLogprobs:
 class WorkerOutput:
     """What a step gave: `token_ids[i]` continues sequence `seq_ids[i]`.
 
-    A beam search row samples nothing: its token is -1, and `logprobs` holds its 2 x beam_width best continuations.
-    `logprobs` has an entry for each sequence whose parameters ask for it.
+    A beam samples nothing: it is not in `seq_ids`, only in `logprobs`. `logprobs` has an entry for each sequence that
+    sampled in this step and whose row asks for it (`NewSequence.num_logprobs`).
     """
 
     seq_ids: list[int]
