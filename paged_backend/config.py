@@ -20,6 +20,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "triton", "cpu", "reference")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
+PREEMPTION_MODES = ("auto", "recompute", "swap")
+SCHEDULING_POLICIES = ("fcfs", "priority")
 
 # vLLM's names for what we call otherwise.
 _ALIASES = {"num_gpu_blocks_override": "num_kv_blocks"}
@@ -33,7 +35,8 @@ class ModelShape:
     """What the engine must know of a model to plan memory and check requests.
 
     `max_position` is the model's context length in tokens; the other fields count layers, KV heads, elements per
-    head and vocabulary entries. `eos_token_ids` end a sequence unless the request ignores them.
+    head and vocabulary entries. `eos_token_ids` end a sequence unless the request ignores them. `sliding_window` is how
+    many tokens a token attends to in every layer, itself included; None: all.
     """
 
     num_layers: int
@@ -42,6 +45,7 @@ class ModelShape:
     vocab_size: int
     max_position: int
     eos_token_ids: tuple[int, ...] = ()
+    sliding_window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,14 @@ class EngineConfig:
         max_model_len: longest sequence in tokens; None: the model's context length.
         max_num_seqs: sequences in one step at most; None: 64, or less if `max_num_batched_tokens` is smaller.
         max_num_batched_tokens: tokens in one step at most; None: 512 on a CPU, 2048 on a GPU.
+        enable_prefix_caching: keep the contents of full blocks and share them between requests with the same beginning.
+        scheduling_policy: `fcfs` (first come, first served) or `priority` (the requests' `priority`, lower first).
+        long_prefill_token_threshold: longest piece of a prompt computed in one step while other requests want a share
+            of it; None: half of `max_num_batched_tokens`, 0: no limit.
+        watermark: share of the blocks that admitting a request must leave free for those already running, in [0, 1).
+        preemption_mode: what happens to a request whose blocks others need: `recompute`, `swap` to the host, or
+            `auto`: the cheaper of the two as measured at start-up. Without swap space all recompute.
+        swap_space: GiB of host memory for swapped blocks.
         attention_backend: `auto`, `triton` (Triton-lang), `cpu` (numba) or `reference` (plain torch).
         num_threads: threads of a CPU engine; None: as many as the process may use.
         seed: makes requests without a seed reproducible; None: fresh ones each.
@@ -84,6 +96,12 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    long_prefill_token_threshold: int | None = None
+    watermark: float = 0.01
+    preemption_mode: str = "auto"
+    swap_space: float = 0.0
     attention_backend: str = "auto"
     num_threads: int | None = None
     seed: int | None = None
@@ -95,6 +113,10 @@ class EngineConfig:
         _check_choice(self, "dtype", DTYPES)
         _check_choice(self, "device", DEVICES)
         _check_choice(self, "attention_backend", ATTENTION_BACKENDS)
+        _check_choice(self, "preemption_mode", PREEMPTION_MODES)
+        _check_choice(self, "scheduling_policy", SCHEDULING_POLICIES)
+        _check_number(self, "swap_space", 0.0, 2.0**20)
+        _check_number(self, "watermark", 0.0, 0.99)
         if self.block_size is not None:
             _check_choice(self, "block_size", BLOCK_SIZES)
         for name, low in (
@@ -106,9 +128,10 @@ class EngineConfig:
             ("num_threads", 1),
             ("seed", 0),
             ("max_waiting_requests", 1),
+            ("long_prefill_token_threshold", 0),
         ):
             _check_int(self, name, low)
-        for name in ("trust_remote_code", "check_integrity", "skip_tokenizer_init"):
+        for name in ("trust_remote_code", "check_integrity", "skip_tokenizer_init", "enable_prefix_caching"):
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, f"must be true or false, got {getattr(self, name)!r}")
         _check_strings(self)
@@ -163,6 +186,7 @@ class EngineConfig:
         if tokens is None:
             tokens = max(512 if device == "cpu" else 2048, self.max_num_seqs or 0)
         seqs = min(64, tokens) if self.max_num_seqs is None else self.max_num_seqs
+        threshold = self.long_prefill_token_threshold
         return dataclasses.replace(
             self,
             device=device,
@@ -172,6 +196,7 @@ class EngineConfig:
             max_model_len=max_len,
             max_num_seqs=seqs,
             max_num_batched_tokens=tokens,
+            long_prefill_token_threshold=max(1, tokens // 2) if threshold is None else threshold,
         )
 
 
@@ -188,6 +213,12 @@ def _check_choice(config: EngineConfig, name: str, choices: tuple) -> None:
     value = getattr(config, name)
     if isinstance(value, bool) or value not in choices:
         raise _bad(name, f"must be one of {', '.join(map(str, choices))}; got {value!r}")
+
+
+def _check_number(config: EngineConfig, name: str, low: float, high: float) -> None:
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise _bad(name, f"must be a number from {low:g} to {high:g}, got {value!r}")
 
 
 def _check_int(config: EngineConfig, name: str, low: int) -> None:

@@ -49,7 +49,7 @@ _TRANSITIONS = {
 
 
 class FinishReason(NamedTuple):
-    """Why a sequence ended: `kind` is `stop`, `length`, `abort` or `error`; `stop_reason` is the stop string or
+    """Why a sequence ended: `kind` is `stop`, `length`, `abort` or `timeout`; `stop_reason` is the stop string or
     stop token id that did it, None for the end-of-sequence token and for the other kinds (vLLM's convention)."""
 
     kind: str
@@ -121,6 +121,7 @@ class Request:
         priority: the lower, the more urgent (policy `priority` only).
         deadline: `time.monotonic()` second at which the request is given up, None for never.
         cache_salt: requests share cached blocks only with others of the same salt.
+        num_logprobs: how many top log-probabilities the worker returns per sampled token; None: none at all.
 
     Times are `time.monotonic()` seconds, stamped on the transition: `arrival_time`, `first_scheduled_time`,
     `first_token_time`, `finish_time`.
@@ -139,6 +140,7 @@ class Request:
         priority: int = 0,
         deadline: float | None = None,
         cache_salt: str | None = None,
+        num_logprobs: int | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -148,9 +150,11 @@ class Request:
         self.priority = priority
         self.deadline = deadline
         self.cache_salt = cache_salt
+        self.num_logprobs = num_logprobs
         self.arrival_index = next(_next_arrival)
         self.status = RequestStatus.WAITING
         self.num_preemptions = 0
+        self.num_recomputations = 0
         self.num_cached_tokens = 0
         self.arrival_time = time.monotonic()
         self.first_scheduled_time: float | None = None
@@ -161,7 +165,7 @@ class Request:
     @property
     def num_rows(self) -> int:
         """Sequences that may run at the same time from now on."""
-        return len(self.live_sequences())
+        return self.params.num_rows if self.params.use_beam_search else len(self.live_sequences())
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -172,6 +176,12 @@ class Request:
         """The sequences that have not ended."""
         return [sequence for sequence in self.sequences if sequence.finish is None]
 
+    def fork_sequence(self, parent: Sequence) -> Sequence:
+        """A new sequence with the parent's tokens, for a beam search; the caller adds it to `sequences`."""
+        child = Sequence(self, parent.index, parent.seed)
+        child.token_ids = list(parent.token_ids)
+        return child
+
     def transition(self, status: RequestStatus) -> None:
         """Move to `status` and stamp the time; a move the table does not allow is a fault of ours."""
         if status not in _TRANSITIONS[self.status]:
@@ -181,5 +191,6 @@ class Request:
             self.first_scheduled_time = time.monotonic()
         elif status in (RequestStatus.PREEMPTED, RequestStatus.SWAPPED):
             self.num_preemptions += 1
+            self.num_recomputations += status is RequestStatus.PREEMPTED
         elif status is RequestStatus.FINISHED:
             self.finish_time = time.monotonic()

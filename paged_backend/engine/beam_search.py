@@ -15,6 +15,11 @@ from paged_backend.request import FinishReason, Request, Sequence
 from paged_backend.sched.output import TokenLogprobs
 
 
+def num_candidates(width: int, num_stop_tokens: int) -> int:
+    """Continuations to consider per step: enough that `width` remain even if each beam's best ones all end it."""
+    return max(2, 1 + num_stop_tokens) * width
+
+
 class Continuation(NamedTuple):
     """A beam with one more token; `score` is the log-probability of its whole output."""
 
@@ -51,14 +56,18 @@ class BeamSearch:
         self._length_penalty = params.length_penalty
         self._early_stopping = params.early_stopping
         self._stop_token_ids = stop_token_ids
-        # Enough that `width` continuations remain even if each beam's best ones all end it.
-        self._num_considered = max(2, 1 + len(stop_token_ids)) * self._width
+        self._num_considered = num_candidates(self._width, len(stop_token_ids))
         self._scores = {request.sequences[0].seq_id: 0.0}
         self._reports: dict[int, TokenLogprobs] = {}
+        self._num_recomputations = 0
         self.finished: list[Hypothesis] = []
 
     def report(self, sequence: Sequence, candidates: TokenLogprobs) -> None:
-        """A beam's most likely next tokens, best first; a later report (after a recomputation) replaces it."""
+        """A beam's most likely next tokens, best first."""
+        if self._num_recomputations != self._request.num_recomputations:
+            # Every beam is computed and reports anew; to go on before the last has would fork beams without blocks.
+            self._num_recomputations = self._request.num_recomputations
+            self._reports.clear()
         self._reports[sequence.seq_id] = candidates
 
     def is_ready(self) -> bool:

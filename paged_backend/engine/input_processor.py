@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import random
 import secrets
+import time
 
 from paged_backend.config import EngineConfig, ModelShape
+from paged_backend.engine.beam_search import num_candidates
 from paged_backend.errors import InvalidRequestError, UnsupportedError
 from paged_backend.request import Request
 from paged_backend.sampling_params import SamplingParams
@@ -28,31 +30,56 @@ class InputProcessor:
     """
 
     def __init__(self, config: EngineConfig, shape: ModelShape, tokenizer: Tokenizer | None) -> None:
-        assert config.max_model_len and config.num_kv_blocks and config.block_size, "the configuration is resolved"
+        assert config.max_model_len and config.max_num_seqs, "the configuration is resolved"
         self._max_model_len = config.max_model_len
-        self._num_blocks = config.num_kv_blocks
-        self._block_size = config.block_size
+        self._max_num_seqs = config.max_num_seqs
+        self._capacity = _Capacity(config, shape.sliding_window)
         self._vocab_size = shape.vocab_size
+        self._eos_token_ids = frozenset(shape.eos_token_ids)
         self._tokenizer = tokenizer
         # `seed` makes the seeds of unseeded requests a fixed series.
         self._seeds = random.Random(config.seed) if config.seed is not None else secrets.SystemRandom()
 
-    def make_request(self, request_id: str, prompt: str | list[int], params: SamplingParams, *, field: str) -> Request:
+    def make_request(
+        self, request_id: str, prompt: str | list[int], params: SamplingParams, *, field: str, timeout_s: float | None
+    ) -> Request:
         """See `Engine.make_request`."""
         text, token_ids = self._token_ids(prompt, field)
         if not token_ids:
             raise InvalidRequestError(f"`{field}` is empty: give at least one token", field=field)
-        if params.stop and self._tokenizer is None:
-            raise UnsupportedError("`stop` needs a tokenizer, and this engine runs without one", field="stop")
+        self._check_params(params)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed & _SEED_MASK
         return Request(
             request_id,
             token_ids,
             params,
             seed=seed,
-            max_total_tokens=self._max_total_tokens(len(token_ids), params.max_tokens, field),
+            max_total_tokens=self._max_total_tokens(len(token_ids), params, field),
             prompt=text,
+            num_sequences=1 if params.use_beam_search else params.n,
+            priority=params.priority,
+            deadline=None if timeout_s is None else time.monotonic() + timeout_s,
+            cache_salt=params.cache_salt,
+            num_logprobs=self._num_logprobs(params),
         )
+
+    def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens that end an output of such a request."""
+        own = frozenset(params.stop_token_ids or ())
+        return own if params.ignore_eos else own | self._eos_token_ids
+
+    def _num_logprobs(self, params: SamplingParams) -> int | None:
+        if not params.use_beam_search:
+            return params.logprobs
+        return min(self._vocab_size, num_candidates(params.num_rows, len(self.stop_token_ids(params))))
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if params.stop and self._tokenizer is None:
+            raise UnsupportedError("`stop` needs a tokenizer, and this engine runs without one", field="stop")
+        if params.num_rows > self._max_num_seqs:
+            name = "beam_width" if params.use_beam_search else "n"
+            limit = f"at most {self._max_num_seqs} sequences run at a time (max_num_seqs)"
+            raise InvalidRequestError(f"sampling parameter `{name}` is {params.num_rows}, but {limit}", field=name)
 
     def _token_ids(self, prompt: str | list[int], field: str) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
@@ -80,27 +107,63 @@ class InputProcessor:
         assert self._tokenizer is not None
         return self._tokenizer.encode(prompt)
 
-    def _max_total_tokens(self, num_prompt: int, max_tokens: int | None, field: str) -> int:
-        """Prompt plus output at which the sequence ends. The last token needs no slot: nothing follows it."""
+    def _max_total_tokens(self, num_prompt: int, params: SamplingParams, field: str) -> int:
+        """Prompt plus output at which a sequence ends. The last token needs no slot: nothing follows it."""
         if num_prompt >= self._max_model_len:
             raise InvalidRequestError(
                 f"`{field}` has {num_prompt} tokens; the context of {self._max_model_len} tokens (max_model_len) must "
                 "hold the prompt and at least one new token",
                 field=field,
             )
-        pool_slots = self._num_blocks * self._block_size
-        pool = f"{self._num_blocks} blocks x {self._block_size} tokens = {pool_slots} KV slots"
-        if num_prompt > pool_slots:
+        rows, capacity = params.num_rows, self._capacity
+        if capacity.blocks_needed(num_prompt, num_prompt, 1) > capacity.num_blocks:
             raise InvalidRequestError(
-                f"`{field}` has {num_prompt} tokens and can never fit the pool of {pool}", field=field
+                f"`{field}` has {num_prompt} tokens and can never fit the pool of {capacity}", field=field
             )
-        if max_tokens is None:
-            return min(self._max_model_len, pool_slots + 1)
-        total = min(num_prompt + max_tokens, self._max_model_len)
-        if total - 1 > pool_slots:
+        if params.max_tokens is None:
+            return min(self._max_model_len, capacity.longest(num_prompt, rows) + 1)
+        total = min(num_prompt + params.max_tokens, self._max_model_len)
+        needed = capacity.blocks_needed(num_prompt, total - 1, rows)
+        if needed > capacity.num_blocks:
+            outputs = "" if rows == 1 else f" and {rows} outputs side by side"
             raise InvalidRequestError(
-                f"`{field}` of {num_prompt} tokens with `max_tokens` {max_tokens} needs {total - 1} KV slots and can "
-                f"never fit the pool of {pool}",
+                f"`{field}` of {num_prompt} tokens with `max_tokens` {params.max_tokens}{outputs} needs {needed} KV "
+                f"blocks and can never fit the pool of {capacity}",
                 field="max_tokens",
             )
         return total
+
+
+class _Capacity:
+    """What the pool can hold for one request that has it to itself."""
+
+    def __init__(self, config: EngineConfig, sliding_window: int | None) -> None:
+        assert config.num_kv_blocks and config.block_size and config.max_num_batched_tokens
+        self.num_blocks = config.num_kv_blocks
+        self._block_size = config.block_size
+        # Behind a window blocks are released, but not those that the tokens of one step still attend to.
+        window_tokens = None if sliding_window is None else sliding_window + config.max_num_batched_tokens
+        self._most_per_sequence = None if window_tokens is None else self._blocks_for(window_tokens) + 1
+
+    def __str__(self) -> str:
+        slots = self.num_blocks * self._block_size
+        return f"{self.num_blocks} blocks x {self._block_size} tokens = {slots} KV slots"
+
+    def blocks_needed(self, num_prompt: int, num_tokens: int, num_rows: int) -> int:
+        """Blocks of `num_rows` sequences of `num_tokens` tokens that share their prompt's full blocks."""
+        shared = num_prompt // self._block_size if num_rows > 1 else 0
+        own = self._blocks_for(num_tokens) - shared
+        if self._most_per_sequence is not None:
+            shared, own = min(shared, self._most_per_sequence), min(own, self._most_per_sequence)
+        return shared + num_rows * own
+
+    def longest(self, num_prompt: int, num_rows: int) -> int:
+        """Tokens that each of the sequences can have."""
+        shared = num_prompt // self._block_size if num_rows > 1 else 0
+        own = (self.num_blocks - shared) // num_rows
+        if self._most_per_sequence is not None and own >= self._most_per_sequence:
+            return 2**62
+        return (shared + own) * self._block_size
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import time
 
+from paged_backend.engine.beam_search import Hypothesis
 from paged_backend.engine.detokenizer import OutputText
-from paged_backend.engine.outputs import SequenceDelta
+from paged_backend.engine.outputs import Logprob, SequenceDelta
 from paged_backend.request import FinishReason, Request, Sequence
+from paged_backend.sched.output import TokenLogprobs
 from paged_backend.tokenizer import Tokenizer
 
 
@@ -28,7 +30,7 @@ class OutputProcessor:
 
     def add(self, request: Request) -> None:
         """Start following a request."""
-        if self._tokenizer is not None:
+        if self._tokenizer is not None and not request.params.use_beam_search:
             for sequence in request.sequences:
                 self._texts[sequence.seq_id] = OutputText(self._tokenizer, request.params)
 
@@ -37,7 +39,7 @@ class OutputProcessor:
         for sequence in request.sequences:
             self._texts.pop(sequence.seq_id, None)
 
-    def append(self, sequence: Sequence, token_id: int) -> SequenceDelta:
+    def append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> SequenceDelta:
         """Add a sampled token; sets `sequence.finish` if it ends the sequence, and returns the delta."""
         request = sequence.request
         sequence.token_ids.append(token_id)
@@ -45,28 +47,57 @@ class OutputProcessor:
             request.first_token_time = time.monotonic()
         sequence.finish = self._finish_by_token(sequence, token_id)
         text_state = self._texts.get(sequence.seq_id)
-        if text_state is None:
-            return self._delta(sequence, [token_id], "", None)
-        return self._append_text(sequence, token_id, text_state)
+        text = ""
+        if text_state is not None:
+            text = self._append_text(sequence, token_id, text_state)
+        return self._delta(sequence, [token_id], text, text_state, self._readable(token_id, logprobs))
 
     def end(self, sequence: Sequence, reason: FinishReason) -> SequenceDelta:
-        """End a sequence from outside (abort, error); releases the text held back."""
+        """End a sequence from outside (abort, timeout); releases the text held back."""
         sequence.finish = reason
         text_state = self._texts.get(sequence.seq_id)
         text = text_state.finish()[0] if text_state is not None else ""
-        return self._delta(sequence, [], text, text_state)
+        return self._delta(sequence, [], text, text_state, None)
+
+    def beam_results(self, request: Request, best: list[Hypothesis]) -> list[SequenceDelta]:
+        """The outputs of a finished beam search, best first, one delta each."""
+        deltas = []
+        for index, found in enumerate(best):
+            text, span = "", None
+            if self._tokenizer is not None:
+                text_state = OutputText(self._tokenizer, request.params)
+                ended_by_token = found.finish.kind == "stop" and not request.params.include_stop_str_in_output
+                spelled = found.token_ids[:-1] if ended_by_token else found.token_ids
+                text = "".join(text_state.append(token_id)[0] for token_id in spelled) + text_state.finish()[0]
+                span = text_state.span(len(text))
+            deltas.append(
+                SequenceDelta(
+                    request_id=request.request_id,
+                    index=index,
+                    token_ids=found.token_ids,
+                    text=text,
+                    span=span,
+                    finish_reason=found.finish.kind,
+                    stop_reason=found.finish.stop_reason,
+                    request_finished=index == len(best) - 1,
+                    score=found.score,
+                    cumulative_logprob=found.cumulative_logprob,
+                )
+            )
+        return deltas
 
     def _finish_by_token(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         params = sequence.request.params
         if token_id in self._eos_token_ids and not params.ignore_eos:
             return FinishReason("stop")
-        if token_id in params.stop_token_ids:
+        if params.stop_token_ids and token_id in params.stop_token_ids:
             return FinishReason("stop", token_id)
         if sequence.num_tokens >= sequence.request.max_total_tokens:
             return FinishReason("length")
         return None
 
-    def _append_text(self, sequence: Sequence, token_id: int, text_state: OutputText) -> SequenceDelta:
+    def _append_text(self, sequence: Sequence, token_id: int, text_state: OutputText) -> str:
+        """The text that a token releases; a stop string it completes ends the sequence."""
         # A stop token ends the output without being part of its text, as a stop string does.
         stopped = sequence.finish is not None and sequence.finish.kind == "stop"
         text, stop = "", None
@@ -78,9 +109,28 @@ class OutputProcessor:
         # A stop string completed by the very last token names the reason; an end-of-sequence token goes before it.
         if stop is not None and not stopped:
             sequence.finish = FinishReason("stop", stop)
-        return self._delta(sequence, [token_id], text, text_state)
+        return text
 
-    def _delta(self, sequence: Sequence, token_ids: list[int], text: str, state: OutputText | None) -> SequenceDelta:
+    def _readable(self, token_id: int, found: TokenLogprobs | None) -> list[dict[int, Logprob]] | None:
+        if found is None:
+            return None
+        position = {token_id: self._logprob(token_id, found.logprob, found.rank)}
+        for rank, (top_id, logprob) in enumerate(zip(found.top_ids, found.top_logprobs, strict=True), start=1):
+            position.setdefault(top_id, self._logprob(top_id, logprob, rank))
+        return [position]
+
+    def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
+        decoded = None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return Logprob(logprob, rank, decoded)
+
+    def _delta(
+        self,
+        sequence: Sequence,
+        token_ids: list[int],
+        text: str,
+        state: OutputText | None,
+        logprobs: list[dict[int, Logprob]] | None,
+    ) -> SequenceDelta:
         finish = sequence.finish
         return SequenceDelta(
             request_id=sequence.request.request_id,
@@ -90,5 +140,6 @@ class OutputProcessor:
             span=state.span(len(text)) if state is not None else None,
             finish_reason=finish.kind if finish else None,
             stop_reason=finish.stop_reason if finish else None,
-            request_finished=not sequence.request.live_sequences(),
+            request_finished=finish is not None and not sequence.request.live_sequences(),
+            logprobs=logprobs,
         )

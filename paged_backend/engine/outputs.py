@@ -6,6 +6,7 @@ Knows no engine and no server; `RequestOutput` has the fields vLLM's users know.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(slots=True, frozen=True)
@@ -21,18 +22,29 @@ class TextSpan:
     end: int
 
 
+class Logprob(NamedTuple):
+    """Log-probability of a token at one position, from the raw logits; the most likely token has rank 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
 @dataclass(slots=True, frozen=True)
 class SequenceDelta:
     """What one step added to one sequence.
 
     Attributes:
-        request_id, index: whose; `index` counts the request's sequences from 0.
+        request_id, index: whose; `index` counts the request's outputs from 0.
         token_ids: new tokens; empty when the request was aborted.
         text: new text; may be empty while a character or a possible stop string is incomplete.
         span: where a stateless detokenizer finds `text`; None when `text` is empty.
-        finish_reason: None while it goes on, else `stop`, `length`, `abort` or `error`.
+        finish_reason: None while it goes on, else `stop`, `length`, `abort` or `timeout`.
         stop_reason: the stop string or stop token id that ended it, else None.
         request_finished: true on the request's last delta, and only there.
+        logprobs: per new token, the sampled and the most likely tokens; None if the request did not ask.
+        score: a beam search output's score, else None.
+        cumulative_logprob: a beam search output's log-probability, else None.
     """
 
     request_id: str
@@ -43,17 +55,26 @@ class SequenceDelta:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     request_finished: bool = False
+    logprobs: list[dict[int, Logprob]] | None = None
+    score: float | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One finished output of a request. `text` leaves out the stop string unless it was asked for."""
+    """One finished output of a request. `text` leaves out the stop string unless it was asked for.
+
+    `logprobs` and `cumulative_logprob` are None unless asked for; `score` is a beam search output's.
+    """
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    score: float | None = None
 
     def extend(self, delta: SequenceDelta) -> None:
         """Append one step's delta."""
@@ -61,6 +82,15 @@ class CompletionOutput:
         self.token_ids += delta.token_ids
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
+        self.score = delta.score
+        if delta.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + delta.logprobs
+            sampled = zip(delta.token_ids, delta.logprobs, strict=True)
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(
+                position[token_id].logprob for token_id, position in sampled
+            )
+        if delta.cumulative_logprob is not None:
+            self.cumulative_logprob = delta.cumulative_logprob
 
 
 @dataclass(slots=True)

@@ -308,6 +308,8 @@ class Scheduler:
                 block_ids=self.blocks.block_ids(sequence.seq_id),
                 params=sequence.request.params,
                 seed=sequence.seed,
+                num_logprobs=sequence.request.num_logprobs,
+                is_beam=sequence.request.params.use_beam_search,
             )
         )
 
