@@ -79,6 +79,10 @@ class LLM:
         """The engine's counts; see `Engine.stats`."""
         return self.engine.stats()
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached KV contents."""
+        self.engine.reset_prefix_cache()
+
     def close(self) -> None:
         """Free the model's memory; a second call does nothing."""
         if self._engine is not None:
@@ -119,7 +123,7 @@ def _params_per_prompt(
 
 
 def _empty_output(request: Request) -> RequestOutput:
-    outputs = [CompletionOutput(sequence.index) for sequence in request.sequences]
+    outputs = [CompletionOutput(index) for index in range(request.params.n)]
     return RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, outputs)
 
 
