@@ -178,7 +178,7 @@ def _plan_sequence(plan: SchedulerOutput, sequence: _Driven, free: list[int], bl
         )
     elif added:
         plan.new_block_ids[sequence.seq_id] = added
-    samples = end == len(sequence.tokens)
+    samples = (sequence.seq_id,) if end == len(sequence.tokens) else ()
     plan.scheduled.append(ScheduledSequence(sequence.seq_id, sequence.computed, new_tokens, samples))
     plan.num_scheduled_tokens += new_tokens
     sequence.computed = end

@@ -74,7 +74,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> np.ndarray:
     drawn = np.flatnonzero(~batch.greedy)
     if drawn.size:
         index = torch.from_numpy(drawn).to(logits.device)
-        shifted = _rows(logits, index) - _rows(best, index)[:, None]
+        shifted = take_rows(logits, index) - take_rows(best, index)[:, None]
         tokens[index] = _draw(shifted, batch.select(drawn))
     # Checked last so that a GPU is waited for once; NaN reaches `best` from anywhere in its row.
     broken = np.flatnonzero(~np.isfinite(best.cpu().numpy()))
@@ -92,7 +92,7 @@ def _most_likely(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return logits.gather(-1, tokens[:, None])[:, 0], tokens
 
 
-def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def take_rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """The rows `index` (ascending); all of them without a copy."""
     return tensor if index.shape[0] == tensor.shape[0] else tensor[index]
 
@@ -134,9 +134,9 @@ def _top_k(weights: torch.Tensor, scaled: torch.Tensor, batch: SamplingBatch) ->
             continue
         index = torch.from_numpy(rows).to(weights.device)
         k = torch.from_numpy(batch.top_k[rows]).to(weights.device)[:, None]
-        chosen = _rows(scaled, index)
+        chosen = take_rows(scaled, index)
         kth = chosen.topk(int(batch.top_k[rows].max()), dim=-1).values.gather(-1, k - 1)
-        weights = _with_rows(weights, index, torch.where(chosen < kth, 0, _rows(weights, index)))
+        weights = _with_rows(weights, index, torch.where(chosen < kth, 0, take_rows(weights, index)))
     return weights
 
 
@@ -147,7 +147,7 @@ def _top_p(weights: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     if not rows.size:
         return weights
     index = torch.from_numpy(rows).to(weights.device)
-    chosen = _rows(weights, index)
+    chosen = take_rows(weights, index)
     share = _column(batch.top_p[rows], weights.device).double()
     needed = (share * chosen.sum(dim=-1, keepdim=True)).ceil().long().clamp_(min=1)
     lightest, taken = _edge(chosen, needed)
@@ -175,8 +175,8 @@ def _edge(weights: torch.Tensor, needed: torch.Tensor) -> tuple[torch.Tensor, to
     pending = torch.arange(weights.shape[0], device=weights.device)
     count, vocabulary = _FIRST_CANDIDATES, weights.shape[-1]
     while pending.numel():
-        heaviest = _rows(weights, pending).topk(min(count, vocabulary), dim=-1).values
-        reached, goal = heaviest.cumsum(dim=-1), _rows(needed, pending)
+        heaviest = take_rows(weights, pending).topk(min(count, vocabulary), dim=-1).values
+        reached, goal = heaviest.cumsum(dim=-1), take_rows(needed, pending)
         done = (reached[:, -1] >= goal[:, 0]) | (count >= vocabulary)
         last = torch.searchsorted(reached, goal).clamp_(max=heaviest.shape[-1] - 1)
         settled = pending[done]

@@ -13,12 +13,15 @@ from __future__ import annotations
 import numpy as np
 
 from paged_backend.errors import PagedBackendError
+from paged_backend.sampling.penalties import PenaltyBatch, TokenHistory, gather_penalties
 from paged_backend.sampling.sampler import SamplingBatch
 from paged_backend.sched.output import NewSequence
 
 _FIRST_TOKEN_COLUMNS = 1024
 _FIRST_BLOCK_COLUMNS = 64
 _SEED_MASK = (1 << 64) - 1
+# In place of a number of log-probabilities: the row wants none at all.
+NO_LOGPROBS = -1
 
 
 class InputBatch:
@@ -30,6 +33,8 @@ class InputBatch:
         block_tables: int32 [rows, columns]; a row's first `num_blocks` entries count, the rest is 0 (the null block).
         num_blocks: int64 [rows].
         changed_tables: rows whose block table changed since the last `clear_changes()`.
+        num_logprobs: int64 [rows], how many top log-probabilities a row wants, or NO_LOGPROBS.
+        is_beam: bool [rows], rows of a beam search, which sample nothing.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -41,6 +46,10 @@ class InputBatch:
         self.block_tables = np.zeros((max_num_seqs, _FIRST_BLOCK_COLUMNS), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.changed_tables: set[int] = set()
+        self.num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int64)
+        self.is_beam = np.zeros(max_num_seqs, dtype=bool)
+        # Of rows with penalties only.
+        self._histories: dict[int, TokenHistory] = {}
         self._sampling = SamplingBatch(
             greedy=np.ones(max_num_seqs, dtype=bool),
             temperature=np.ones(max_num_seqs, dtype=np.float32),
@@ -69,12 +78,14 @@ class InputBatch:
         """Create a row.
 
         Raises:
-            PagedBackendError: the sequence has one already, or all rows are taken.
+            PagedBackendError: the sequence has one already, all rows are taken, or a beam asks for no continuations.
         """
         if new.seq_id in self._rows:
             raise PagedBackendError(f"sequence {new.seq_id} has a row in the worker already")
         if not self._free:
             raise PagedBackendError(f"the worker holds {len(self._rows)} sequences, its maximum")
+        if new.is_beam and not new.num_logprobs:
+            raise PagedBackendError(f"sequence {new.seq_id} is a beam, which asks for no continuations")
         row = self._rows[new.seq_id] = self._free.pop()
         count = len(new.token_ids)
         self._reserve_tokens(count)
@@ -90,6 +101,15 @@ class InputBatch:
         sampling.top_p[row] = params.top_p
         sampling.min_p[row] = params.min_p
         sampling.seeds[row] = new.seed & _SEED_MASK
+        self.num_logprobs[row] = NO_LOGPROBS if new.num_logprobs is None else new.num_logprobs
+        self.is_beam[row] = new.is_beam
+        if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
+            self._histories[row] = TokenHistory(
+                new.num_prompt_tokens,
+                repetition=params.repetition_penalty,
+                presence=params.presence_penalty,
+                frequency=params.frequency_penalty,
+            )
 
     def remove(self, seq_id: int) -> None:
         """Free a sequence's row."""
@@ -98,11 +118,45 @@ class InputBatch:
         # Entries past a table's end stay 0, whoever has the row next.
         self.block_tables[row, : self.num_blocks[row]] = 0
         self.num_blocks[row] = self.num_tokens[row] = 0
+        self._histories.pop(row, None)
         self._free.append(row)
 
     def append_blocks(self, seq_id: int, block_ids: list[int]) -> None:
         """Extend a sequence's block table."""
         self._append_blocks(self.row(seq_id), block_ids)
+
+    def replace_blocks(self, seq_id: int, entries: list[tuple[int, int]]) -> None:
+        """Overwrite (table index, block id) entries of a sequence's block table.
+
+        Raises:
+            PagedBackendError: an index is beyond the table.
+        """
+        row = self.row(seq_id)
+        for index, block_id in entries:
+            if not 0 <= index < self.num_blocks[row]:
+                raise PagedBackendError(f"sequence {seq_id} has no block {index} to replace: {self.num_blocks[row]}")
+            self.block_tables[row, index] = block_id
+        self.changed_tables.add(row)
+
+    def release_blocks(self, seq_id: int, count: int) -> None:
+        """Make the first `count` entries of a sequence's block table the null block.
+
+        Raises:
+            PagedBackendError: there are not so many.
+        """
+        row = self.row(seq_id)
+        if not 0 <= count <= self.num_blocks[row]:
+            raise PagedBackendError(f"sequence {seq_id} has {self.num_blocks[row]} blocks and cannot release {count}")
+        self.block_tables[row, :count] = 0
+        self.changed_tables.add(row)
+
+    def extend_tokens(self, seq_id: int, token_ids: list[int]) -> None:
+        """Append tokens to a sequence that were chosen elsewhere."""
+        row = self.row(seq_id)
+        start, end = int(self.num_tokens[row]), int(self.num_tokens[row]) + len(token_ids)
+        self._reserve_tokens(end)
+        self.token_ids[row, start:end] = token_ids
+        self.num_tokens[row] = end
 
     def append_tokens(self, rows: np.ndarray, tokens: np.ndarray) -> None:
         """Append one sampled token to each of `rows` (distinct)."""
@@ -114,6 +168,18 @@ class InputBatch:
     def sampling(self, rows: np.ndarray) -> SamplingBatch:
         """The sampling parameters of `rows`; the position of each is its present number of tokens."""
         return self._sampling.select(rows)
+
+    def penalties(self, rows: np.ndarray) -> PenaltyBatch | None:
+        """The penalties of `rows`, numbered from 0 in their order, as of their present tokens; None: there are none."""
+        if not self._histories:
+            return None
+        penalised = [(i, row) for i, row in enumerate(rows.tolist()) if row in self._histories]
+        if not penalised:
+            return None
+        histories = [self._histories[row] for _, row in penalised]
+        for history, (_, row) in zip(histories, penalised, strict=True):
+            history.follow(self.token_ids[row, : self.num_tokens[row]])
+        return gather_penalties([i for i, _ in penalised], histories)
 
     def clear_changes(self) -> None:
         """Forget which block tables changed."""

@@ -1,7 +1,8 @@
 """`ModelRunner`: turns a step's plan into one ragged batch, runs the model and samples.
 
 Order of the batch: sequences with a single new token first (decode rows, and prefill chunks that happen to be one
-token), then longer chunks; the attention kernels rely on it. Logits are computed only for rows that sample.
+token), then longer chunks; the attention kernels rely on it. Logits are computed only for rows that sample; the
+siblings of a shared prompt sample from one row of them.
 
          decode rows          chunks
     |  a  |  b  |  c  |  d d d d  |  e e e  |      tokens, T
@@ -20,22 +21,24 @@ import torch
 from paged_backend.errors import PagedBackendError
 from paged_backend.model.attention import AttentionMetadata
 from paged_backend.model.decoder import Decoder
-from paged_backend.sampling.sampler import sample
 from paged_backend.sched.output import ScheduledSequence, SchedulerOutput, WorkerOutput
+from paged_backend.worker.block_copy import HostPool, copy_blocks
 from paged_backend.worker.input_batch import InputBatch
+from paged_backend.worker.token_choice import choose_tokens
 
 
 @dataclass(slots=True)
 class RaggedBatch:
     """A step's batch on the host: N sequences in the order of the kernels, T tokens.
 
-    `seq_ids`, `rows` (of the input batch) and `samples` have N entries, `input_ids` and `positions` T; the others are
-    as in `AttentionMetadata`.
+    `rows` (of the input batch) has N entries, `input_ids` and `positions` T; the others are as in `AttentionMetadata`.
+    `sampled_ids`, `sampled_rows` and `sampled_from` say which sequences sample, from the logits of which of the N.
     """
 
-    seq_ids: list[int]
     rows: np.ndarray
-    samples: np.ndarray
+    sampled_ids: list[int]
+    sampled_rows: np.ndarray
+    sampled_from: np.ndarray
     input_ids: np.ndarray
     positions: np.ndarray
     slot_mapping: np.ndarray
@@ -53,9 +56,12 @@ class ModelRunner:
         kv_cache: [layers, 2, blocks, kv_heads, block_size, head_dim].
         max_num_seqs: rows.
         backend: attention backend, resolved.
+        num_host_blocks: blocks of host memory to swap to.
     """
 
-    def __init__(self, model: Decoder, kv_cache: torch.Tensor, max_num_seqs: int, backend: str) -> None:
+    def __init__(
+        self, model: Decoder, kv_cache: torch.Tensor, max_num_seqs: int, backend: str, num_host_blocks: int = 0
+    ) -> None:
         self._model = model
         self._kv_cache = kv_cache
         self._backend = backend
@@ -63,6 +69,7 @@ class ModelRunner:
         self._block_size = kv_cache.shape[4]
         self._input = InputBatch(max_num_seqs)
         self._tables = _BatchTables(self._device)
+        self._host_pool = HostPool(kv_cache, num_host_blocks)
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> WorkerOutput:
@@ -75,24 +82,53 @@ class ModelRunner:
         if not plan.scheduled:
             return WorkerOutput([], [])
         batch = build_batch(plan.scheduled, self._input, self._block_size)
+        if len(batch.input_ids) != plan.num_scheduled_tokens:
+            raise PagedBackendError(
+                f"the step's plan counts {plan.num_scheduled_tokens} tokens and holds {len(batch.input_ids)}"
+            )
         hidden = self._forward(batch)
-        chosen = np.flatnonzero(batch.samples)
-        if not chosen.size:
+        if not batch.sampled_ids:
             return WorkerOutput([], [])
-        last = torch.from_numpy(batch.query_start_loc[1:][chosen].astype(np.int64) - 1).to(self._device)
-        logits = self._model.compute_logits(hidden[last])
-        rows = batch.rows[chosen]
-        tokens = sample(logits, self._input.sampling(rows))
-        self._input.append_tokens(rows, tokens)
-        return WorkerOutput([batch.seq_ids[i] for i in chosen], tokens.tolist())
+        return choose_tokens(self._logits(hidden, batch), batch.sampled_ids, batch.sampled_rows, self._input)
 
     def _apply(self, plan: SchedulerOutput) -> None:
+        """Apply the differences, in the order that `SchedulerOutput` documents."""
+        if plan.swap_in and plan.swap_out:
+            raise PagedBackendError("the step's plan swaps in and out at once")
         for seq_id in plan.removed:
             self._input.remove(seq_id)
+        if plan.swap_out:
+            self._host_pool.swap_out(plan.swap_out)
+        if plan.swap_in:
+            self._host_pool.swap_in(plan.swap_in)
+        if plan.copies:
+            copy_blocks(self._kv_cache, plan.copies)
+        self._check_old_rows(plan)
         for new in plan.new:
             self._input.add(new)
+        for seq_id, token_ids in plan.new_token_ids.items():
+            self._input.extend_tokens(seq_id, token_ids)
         for seq_id, block_ids in plan.new_block_ids.items():
             self._input.append_blocks(seq_id, block_ids)
+        for seq_id, entries in plan.replaced_block_ids.items():
+            self._input.replace_blocks(seq_id, entries)
+        for seq_id, count in plan.null_blocks.items():
+            self._input.release_blocks(seq_id, count)
+
+    @staticmethod
+    def _check_old_rows(plan: SchedulerOutput) -> None:
+        """A new row comes whole: differences to it would be applied twice."""
+        changed = (plan.new_token_ids, plan.new_block_ids, plan.replaced_block_ids, plan.null_blocks)
+        twice = [new.seq_id for new in plan.new if any(new.seq_id in changes for changes in changed)]
+        if twice:
+            raise PagedBackendError(f"the step's plan changes rows that it creates: {twice}")
+
+    def _logits(self, hidden: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
+        """Logits of each sampling sequence; the last layer runs once for those that share a row."""
+        sources, places = np.unique(batch.sampled_from, return_inverse=True)
+        last = self._to_device(batch.query_start_loc[1:][sources].astype(np.int64) - 1)
+        logits = self._model.compute_logits(hidden[last])
+        return logits if len(sources) == len(places) else logits[self._to_device(places)]
 
     def _forward(self, batch: RaggedBatch) -> torch.Tensor:
         max_seq_len = int(batch.seq_lens.max())
@@ -117,8 +153,9 @@ def build_batch(scheduled: list[ScheduledSequence], state: InputBatch, block_siz
     """Lay out a step's tokens.
 
     Raises:
-        PagedBackendError: a planned range is empty, goes beyond the known tokens or the block table, or its `samples`
-            flag does not tell whether it reaches the last known token.
+        PagedBackendError: a planned range is empty, goes beyond the known tokens or the block table or into the null
+            block; a sequence comes twice; `samples` does not tell whether the range reaches the last known token, or
+            names a sibling with other tokens.
     """
     count = len(scheduled)
     lengths = np.fromiter((s.num_new_tokens for s in scheduled), dtype=np.int64, count=count)
@@ -128,19 +165,26 @@ def build_batch(scheduled: list[ScheduledSequence], state: InputBatch, block_siz
     lengths = lengths[order]
     rows = np.fromiter((state.row(s.seq_id) for s in ordered), dtype=np.int64, count=count)
     computed = np.fromiter((s.num_computed_tokens for s in ordered), dtype=np.int64, count=count)
-    samples = np.fromiter((s.samples for s in ordered), dtype=bool, count=count)
+    num_samples = np.fromiter((len(s.samples) for s in ordered), dtype=np.int64, count=count)
     seq_lens = computed + lengths
-    _check_plan(ordered, lengths, seq_lens, samples, state.num_tokens[rows], state.num_blocks[rows] * block_size)
+    _check_ranges(ordered, lengths, seq_lens, state.num_tokens[rows], state.num_blocks[rows] * block_size)
+    sampled_ids = [seq_id for s in ordered for seq_id in s.samples]
+    sampled_rows = np.fromiter(map(state.row, sampled_ids), dtype=np.int64, count=len(sampled_ids))
+    sampled_from = np.repeat(np.arange(count), num_samples)
+    _check_samples(ordered, rows, sampled_rows, sampled_from, state)
 
     starts = np.zeros(count + 1, dtype=np.int64)
     np.cumsum(lengths, out=starts[1:])
     token_rows = np.repeat(rows, lengths)
     positions = np.arange(starts[-1], dtype=np.int64) + np.repeat(computed - starts[:-1], lengths)
     blocks = state.block_tables[token_rows, positions // block_size].astype(np.int64)
+    if not blocks.all():
+        raise PagedBackendError("the step's plan writes to the null block")
     return RaggedBatch(
-        seq_ids=[s.seq_id for s in ordered],
         rows=rows,
-        samples=samples,
+        sampled_ids=sampled_ids,
+        sampled_rows=sampled_rows,
+        sampled_from=sampled_from,
         input_ids=state.token_ids[token_rows, positions].astype(np.int64),
         positions=positions,
         slot_mapping=blocks * block_size + positions % block_size,
@@ -151,22 +195,45 @@ def build_batch(scheduled: list[ScheduledSequence], state: InputBatch, block_siz
     )
 
 
-def _check_plan(
+def _check_ranges(
     ordered: list[ScheduledSequence],
     lengths: np.ndarray,
     seq_lens: np.ndarray,
-    samples: np.ndarray,
     known: np.ndarray,
     capacity: np.ndarray,
 ) -> None:
     """A plan that breaks these rules would read or write another sequence's cache."""
+    samples = np.fromiter((s.seq_id in s.samples for s in ordered), dtype=bool, count=len(ordered))
     wrong = (lengths < 1) | (seq_lens > known) | (seq_lens > capacity) | (samples != (seq_lens == known))
+    # Siblings sample where the sequence itself does.
+    wrong |= np.fromiter((bool(s.samples) for s in ordered), dtype=bool, count=len(ordered)) != samples
     if wrong.any():
         i = int(np.flatnonzero(wrong)[0])
         raise PagedBackendError(
             f"the step's plan does not fit the worker's rows: {ordered[i]} with {known[i]} known tokens and "
             f"{capacity[i]} slots"
         )
+
+
+def _check_samples(
+    ordered: list[ScheduledSequence],
+    rows: np.ndarray,
+    sampled_rows: np.ndarray,
+    sampled_from: np.ndarray,
+    state: InputBatch,
+) -> None:
+    """Each sequence computes and samples once, from the logits after its own tokens."""
+    for kind, used in (("computes", rows), ("samples", sampled_rows)):
+        if len(np.unique(used)) != len(used):
+            raise PagedBackendError(f"the step's plan {kind} a sequence twice: {ordered}")
+    for i in np.flatnonzero(sampled_rows != rows[sampled_from]):
+        own, other = sampled_rows[i], rows[sampled_from[i]]
+        count = state.num_tokens[other]
+        same = state.num_tokens[own] == count and np.array_equal(
+            state.token_ids[own, :count], state.token_ids[other, :count]
+        )
+        if not same:
+            raise PagedBackendError(f"a sibling in {ordered[sampled_from[i]]} has other tokens")
 
 
 class _BatchTables:

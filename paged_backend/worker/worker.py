@@ -11,17 +11,14 @@ import gc
 import logging
 import time
 
-import numpy as np
 import torch
 
 from paged_backend.config import EngineConfig, ModelShape, kv_block_bytes
 from paged_backend.errors import ConfigError
-from paged_backend.model.attention import AttentionMetadata
 from paged_backend.model.config import read_model_config
 from paged_backend.model.decoder import Decoder
 from paged_backend.model.loader import load_model
 from paged_backend.model_source import resolve_model
-from paged_backend.sampling.sampler import SamplingBatch, sample
 from paged_backend.sched.output import SchedulerOutput, WorkerOutput
 from paged_backend.worker.device import TORCH_DTYPES, resolve_backend, resolve_device, resolve_dtype, use_threads
 from paged_backend.worker.kv_cache import (
@@ -32,6 +29,12 @@ from paged_backend.worker.kv_cache import (
     fit_num_blocks,
 )
 from paged_backend.worker.model_runner import ModelRunner
+from paged_backend.worker.profiling import (
+    activation_peak,
+    recompute_seconds_per_token,
+    run_dummy,
+    swap_seconds_per_block,
+)
 from paged_kernels import ops
 
 logger = logging.getLogger(__name__)
@@ -48,6 +51,9 @@ class Worker:
     Attributes:
         shape: the model's dimensions.
         resolved: the configuration with nothing left open.
+        num_host_blocks: usable blocks of the swap space.
+        preemption_costs: measured seconds to recompute a token and to move a block to the host or back; 0.0 and 0.0
+            where nothing depends on them.
 
     Raises:
         ConfigError: an argument does not fit this machine or model; memory errors say by how much.
@@ -76,11 +82,20 @@ class Worker:
         loaded = time.monotonic()
         _warm_up_kernels(model, partial, torch_dtype)
         self.resolved = self._with_blocks(config, partial, model)
+        self.num_host_blocks = _host_blocks(self.resolved, self.shape)
         kv_cache = allocate_kv_cache(
             self.shape, self.resolved.num_kv_blocks, self.resolved.block_size, torch_dtype, self._device
         )
-        _run_dummy(model, kv_cache, num_tokens=2, num_seqs=1, backend=backend)
-        self._runner: ModelRunner | None = ModelRunner(model, kv_cache, self.resolved.max_num_seqs, backend)
+        run_dummy(model, kv_cache, num_tokens=2, num_seqs=1, backend=backend)
+        self.preemption_costs = (0.0, 0.0)
+        if self.num_host_blocks and self.resolved.preemption_mode == "auto":
+            self.preemption_costs = (
+                recompute_seconds_per_token(model, kv_cache, self.resolved),
+                swap_seconds_per_block(kv_cache),
+            )
+        self._runner: ModelRunner | None = ModelRunner(
+            model, kv_cache, self.resolved.max_num_seqs, backend, self.num_host_blocks
+        )
         _log_facts(model, self.resolved, self.shape, loaded - started, time.monotonic() - loaded)
 
     def execute(self, plan: SchedulerOutput) -> WorkerOutput:
@@ -101,7 +116,7 @@ class Worker:
     def _with_blocks(self, config: EngineConfig, partial: EngineConfig, model: Decoder) -> EngineConfig:
         """Fix the number of blocks: as configured, or as memory allows."""
         if self._device.type == "cuda":
-            peak = _activation_peak(model, partial)
+            peak = activation_peak(model, partial)
             free, total = torch.cuda.mem_get_info(self._device)
             if config.num_kv_blocks is not None:
                 return partial
@@ -125,6 +140,27 @@ def _check_fits(num_kv_blocks: int, config: EngineConfig, shape: ModelShape, ava
         )
 
 
+def _host_blocks(config: EngineConfig, shape: ModelShape) -> int:
+    """Blocks of the swap space.
+
+    Raises:
+        ConfigError: there is not that much memory.
+    """
+    size = int(config.swap_space * 2**30)
+    # Beside the cache, where that is in the same memory: neither is taken before it is used.
+    taken = 0
+    if config.device == "cpu":
+        taken = (config.num_kv_blocks + 1) * kv_block_bytes(shape, config.block_size, config.dtype)
+    left = max(0, available_memory() - taken)
+    if size > left:
+        raise ConfigError(
+            f"`swap_space` = {config.swap_space:g} GiB is {(size - left) / 2**20:.1f} MiB more than the available "
+            f"memory of {left / 2**20:.1f} MiB",
+            field="swap_space",
+        )
+    return size // kv_block_bytes(shape, config.block_size, config.dtype)
+
+
 def _warm_up_kernels(model: Decoder, config: EngineConfig, dtype: torch.dtype) -> None:
     ops.warmup(
         num_q_heads=model.config.num_heads,
@@ -133,67 +169,6 @@ def _warm_up_kernels(model: Decoder, config: EngineConfig, dtype: torch.dtype) -
         block_size=config.block_size,
         dtype=dtype,
         backend=config.attention_backend,
-    )
-
-
-def _activation_peak(model: Decoder, config: EngineConfig) -> int:
-    """Bytes the largest step takes beside weights and cache, measured on a GPU."""
-    weights = model.embedding
-    tiny = allocate_kv_cache(model.config.shape, 1, config.block_size, weights.dtype, weights.device)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(weights.device)
-    before = torch.cuda.memory_allocated(weights.device)
-    logits = _run_dummy(
-        model,
-        tiny.zero_(),  # sampling refuses the NaN that uninitialised memory could lead to
-        num_tokens=config.max_num_batched_tokens,
-        num_seqs=config.max_num_seqs,
-        backend=config.attention_backend,
-    )
-    sample(logits, _costliest_sampling(len(logits)))
-    torch.cuda.synchronize(weights.device)
-    peak = torch.cuda.max_memory_allocated(weights.device) - before
-    torch.cuda.empty_cache()
-    return peak
-
-
-@torch.inference_mode()
-def _run_dummy(model: Decoder, kv_cache: torch.Tensor, *, num_tokens: int, num_seqs: int, backend: str) -> torch.Tensor:
-    """Logits of a step of `num_tokens` tokens and `num_seqs` sampled rows, which writes nothing into the cache.
-
-    All of them read the first block (the null block), so sequences are cut to what a block holds.
-    """
-    device, block_size = kv_cache.device, kv_cache.shape[4]
-    num_seqs = max(num_seqs, -(-num_tokens // block_size))
-    lengths = [num_tokens // num_seqs + (i < num_tokens % num_seqs) for i in range(num_seqs)]
-    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-    starts = torch.zeros(num_seqs + 1, dtype=torch.int32, device=device)
-    starts[1:] = seq_lens.cumsum(0)
-    metadata = AttentionMetadata(
-        slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
-        block_tables=torch.zeros(num_seqs, 1, dtype=torch.int32, device=device),
-        seq_lens=seq_lens,
-        query_start_loc=starts,
-        num_decodes=0,
-        max_query_len=max(lengths),
-        max_seq_len=max(lengths),
-        backend=backend,
-    )
-    ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    hidden = model(ids, ids, kv_cache, metadata)
-    return model.compute_logits(hidden[:num_seqs])
-
-
-def _costliest_sampling(rows: int) -> SamplingBatch:
-    """Parameters that take every path of the sampler."""
-    return SamplingBatch(
-        greedy=np.zeros(rows, dtype=bool),
-        temperature=np.ones(rows, dtype=np.float32),
-        top_k=np.full(rows, 50, dtype=np.int64),
-        top_p=np.full(rows, 0.9, dtype=np.float32),
-        min_p=np.full(rows, 0.01, dtype=np.float32),
-        seeds=np.zeros(rows, dtype=np.uint64),
-        positions=np.zeros(rows, dtype=np.int64),
     )
 
 

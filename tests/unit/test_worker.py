@@ -12,7 +12,7 @@ from helpers import GREEDY, TINY_MODELS, drive, oracle_greedy
 from paged_backend.config import EngineConfig
 from paged_backend.errors import ConfigError, PagedBackendError, UnsupportedError
 from paged_backend.sampling_params import SamplingParams
-from paged_backend.sched.output import NewSequence, ScheduledSequence, SchedulerOutput
+from paged_backend.sched.output import SchedulerOutput
 from paged_backend.worker.worker import Worker
 
 # One token, just under, at and over a block, and several blocks.
@@ -182,29 +182,3 @@ def test_close(tiny_llama):
     worker.close()
     with pytest.raises(PagedBackendError, match="closed"):
         worker.execute(SchedulerOutput())
-
-
-# ---- plans that break the contract ---------------------------------------------------------------------------------
-
-
-def _new(seq_id=1, tokens=10, blocks=2) -> NewSequence:
-    return NewSequence(seq_id, list(range(5, 5 + tokens)), tokens, list(range(1, blocks + 1)), GREEDY, 0)
-
-
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
-        (SchedulerOutput(scheduled=[ScheduledSequence(1, 0, 1, False)]), "no row"),
-        (SchedulerOutput(removed=[1]), "no row"),
-        (SchedulerOutput(new=[_new(), _new()]), "already"),
-        (SchedulerOutput(new=[_new(i) for i in range(5)]), "its maximum"),
-        (SchedulerOutput(new=[_new()], scheduled=[ScheduledSequence(1, 0, 11, True)]), "does not fit"),
-        (SchedulerOutput(new=[_new(blocks=1)], scheduled=[ScheduledSequence(1, 0, 10, True)]), "does not fit"),
-        (SchedulerOutput(new=[_new()], scheduled=[ScheduledSequence(1, 0, 9, True)]), "does not fit"),
-        (SchedulerOutput(new=[_new()], scheduled=[ScheduledSequence(1, 0, 10, False)]), "does not fit"),
-        (SchedulerOutput(new=[_new()], scheduled=[ScheduledSequence(1, 3, 0, False)]), "does not fit"),
-    ],
-)
-def test_contradictory_plans_are_errors(tiny_llama, plan, message):
-    with pytest.raises(PagedBackendError, match=message):
-        _worker(tiny_llama, max_num_seqs=4).execute(plan)

@@ -31,15 +31,16 @@ def test_batch_layout():
     _add(rows, 2, 5, [7, 8])
     _add(rows, 3, 9, [4, 2, 6])
     scheduled = [
-        ScheduledSequence(1, 1, 3, False),
-        ScheduledSequence(2, 4, 1, True),
-        ScheduledSequence(3, 7, 1, False),
+        ScheduledSequence(1, 1, 3, ()),
+        ScheduledSequence(2, 4, 1, (2,)),
+        ScheduledSequence(3, 7, 1, ()),
     ]
     batch = build_batch(scheduled, rows, 4)
-    assert batch.seq_ids == [2, 3, 1]
+    assert batch.rows.tolist() == [rows.row(2), rows.row(3), rows.row(1)]
     assert batch.num_decodes == 2
     assert batch.max_query_len == 3
-    assert batch.samples.tolist() == [True, False, False]
+    assert (batch.sampled_ids, batch.sampled_from.tolist()) == ([2], [0])
+    assert batch.sampled_rows.tolist() == [rows.row(2)]
     assert batch.query_start_loc.tolist() == [0, 1, 2, 5]
     assert batch.positions.tolist() == [4, 7, 1, 2, 3]
     assert batch.input_ids.tolist() == [204, 307, 101, 102, 103]

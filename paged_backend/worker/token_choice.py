@@ -1,0 +1,90 @@
+"""From a step's logits to its results: penalties, sampling, log-probabilities, and the rows' new tokens.
+
+    logits -- penalties on -- sample -- penalties off -- log-probabilities of the raw logits
+    logits -- log-probabilities -- penalties -- the best continuations                          (beams)
+
+Penalties touch few entries of the logits, which are put back bit for bit: no copy of the logits is made. A row pays
+only for what it asks for. Knows rows; no model and no plans.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from paged_backend.sampling.logprobs import beam_candidates, token_logprobs
+from paged_backend.sampling.penalties import penalise, restore
+from paged_backend.sampling.sampler import sample, take_rows
+from paged_backend.sched.output import TokenLogprobs, WorkerOutput
+from paged_backend.worker.input_batch import NO_LOGPROBS, InputBatch
+
+
+def choose_tokens(logits: torch.Tensor, seq_ids: list[int], rows: np.ndarray, state: InputBatch) -> WorkerOutput:
+    """Sample a token for each sequence and append it to its row; report a beam's continuations instead.
+
+    Args:
+        logits: float32 [S, vocabulary]; unchanged after the call.
+        seq_ids: the S sequences.
+        rows: int64 [S], their rows.
+        state: the rows.
+
+    Raises:
+        PagedBackendError: the model's output is broken.
+    """
+    output = WorkerOutput([], [])
+    is_beam = state.is_beam[rows]
+    if is_beam.any():
+        part = _Part(logits, seq_ids, rows, np.flatnonzero(is_beam))
+        _report_beams(part, state, output)
+        drawn = np.flatnonzero(~is_beam)
+    else:
+        drawn = np.arange(len(rows))
+    if drawn.size:
+        _sample(_Part(logits, seq_ids, rows, drawn), state, output)
+    return output
+
+
+class _Part:
+    """Some of a step's rows, `chosen` ascending; the logits are a copy unless it is all of them."""
+
+    def __init__(self, logits: torch.Tensor, seq_ids: list[int], rows: np.ndarray, chosen: np.ndarray) -> None:
+        self.logits = take_rows(logits, torch.from_numpy(chosen).to(logits.device))
+        self.seq_ids = [seq_ids[i] for i in chosen.tolist()]
+        self.rows = rows[chosen]
+
+
+def _report_beams(part: _Part, state: InputBatch, output: WorkerOutput) -> None:
+    counts = state.num_logprobs[part.rows]
+    ids, logprobs = beam_candidates(part.logits, state.penalties(part.rows), int(counts.max()))
+    for i, seq_id in enumerate(part.seq_ids):
+        count = counts[i]
+        output.logprobs[seq_id] = TokenLogprobs(0.0, 0, ids[i, :count].tolist(), logprobs[i, :count].tolist())
+
+
+def _sample(part: _Part, state: InputBatch, output: WorkerOutput) -> None:
+    penalties = state.penalties(part.rows)
+    if penalties is None:
+        tokens = sample(part.logits, state.sampling(part.rows))
+    else:
+        raw = penalise(part.logits, penalties)
+        tokens = sample(part.logits, state.sampling(part.rows))
+        restore(part.logits, penalties, raw)
+    state.append_tokens(part.rows, tokens)
+    output.seq_ids += part.seq_ids
+    output.token_ids += tokens.tolist()
+    wanted = np.flatnonzero(state.num_logprobs[part.rows] != NO_LOGPROBS)
+    if wanted.size:
+        _report_sampled(_Part(part.logits, part.seq_ids, part.rows, wanted), tokens[wanted], state, output)
+
+
+def _report_sampled(part: _Part, tokens: np.ndarray, state: InputBatch, output: WorkerOutput) -> None:
+    counts = state.num_logprobs[part.rows]
+    found = token_logprobs(part.logits, tokens, int(counts.max()))
+    for i, seq_id in enumerate(part.seq_ids):
+        count = counts[i]
+        output.logprobs[seq_id] = TokenLogprobs(
+            float(found.logprobs[i]),
+            int(found.ranks[i]),
+            found.top_ids[i, :count].tolist(),
+            found.top_logprobs[i, :count].tolist(),
+        )
