@@ -72,8 +72,8 @@ def make_tiny_model(name: str, directory: Path) -> Path:
     return path
 
 
-def oracle_greedy(model, prompt: list[int], count: int) -> list[int]:
-    """`count` greedy tokens of a transformers model after `prompt`, end-of-sequence ignored."""
+def oracle_greedy(model, prompt: list[int], count: int, **options) -> list[int]:
+    """`count` greedy tokens of a transformers model after `prompt`, end-of-sequence ignored; `options` of generate."""
     import torch
 
     with torch.inference_mode():
@@ -85,6 +85,7 @@ def oracle_greedy(model, prompt: list[int], count: int) -> list[int]:
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
+            **options,
         )
     return output[0, len(prompt) :].tolist()
 
@@ -108,6 +109,7 @@ def drive(
     *,
     params: list[SamplingParams] | None = None,
     seeds: list[int] | None = None,
+    generated: list[list[int]] | None = None,
     budget: int = 10_000,
     join_every: int = 0,
     first_seq_id: int = 1,
@@ -115,6 +117,7 @@ def drive(
     """Generate `count` tokens for each prompt on `worker`; returns the generated ids.
 
     Args:
+        generated: tokens that each sequence has generated before, as one has that resumes; they count in `count`.
         budget: tokens a step; prompts beyond it are chunked.
         join_every: steps between one sequence's start and the next one's; 0: all start at once.
     """
@@ -124,7 +127,7 @@ def drive(
     sequences = [
         _Driven(
             first_seq_id + i,
-            list(prompt),
+            list(prompt) + (generated[i] if generated else []),
             len(prompt),
             params[i] if params else GREEDY,
             seeds[i] if seeds else i,

@@ -76,7 +76,7 @@ class TokenHistory:
         """Take in the tokens that the sequence, now `token_ids`, has gained since the last call."""
         prompt = token_ids[self._num_seen : self._num_prompt]
         output = token_ids[max(self._num_seen, self._num_prompt) :]
-        self._num_seen = len(token_ids)
+        self._num_seen = max(self._num_seen, len(token_ids))
         for token in dict.fromkeys(prompt.tolist()):
             self._place(token)
         for token, count in Counter(output.tolist()).items():

@@ -60,28 +60,40 @@ def test_seeded_sampling_does_not_depend_on_scheduling(tiny_llama):
         SamplingParams(temperature=1.3, top_p=0.9),
         SamplingParams(temperature=0.8, top_k=9),
         GREEDY,
-        SamplingParams(temperature=1.1, min_p=0.05, top_k=40, top_p=0.95),
-        SamplingParams(temperature=2.0),
+        SamplingParams(temperature=1.1, min_p=0.05, top_k=40, top_p=0.95, frequency_penalty=1.0),
+        SamplingParams(temperature=2.0, repetition_penalty=1.1),
     ]
     seeds = [2**64 - 1, -(2**63), 0, 1, 77, 78]
     worker = _worker(tiny_llama)
     together = drive(worker, PROMPTS, COUNT, params=params, seeds=seeds)
-    chunked = drive(
-        worker, PROMPTS, COUNT, params=params, seeds=seeds, budget=7, join_every=2, first_seq_id=50
-    )
+    chunked = drive(worker, PROMPTS, COUNT, params=params, seeds=seeds, budget=7, join_every=2, first_seq_id=50)
     assert chunked == together
     other = drive(worker, PROMPTS, COUNT, params=params, seeds=[s + 1 for s in range(6)], first_seq_id=90)
     assert [a == b for a, b in zip(together, other, strict=True)] == [False, False, False, True, False, False]
 
 
 def test_resumed_sequence_continues_as_if_never_preempted(tiny_llama):
-    """A preempted sequence returns as a new row with all its tokens; sampled ones are drawn as before."""
-    params = SamplingParams(temperature=1.0)
+    """A preempted sequence returns as a new row with all its tokens; they were sampled and count as such."""
+    params = SamplingParams(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.7, repetition_penalty=1.2)
     worker = _worker(tiny_llama)
     whole = drive(worker, [PROMPTS[4]], COUNT, params=[params], seeds=[9])[0]
     first = drive(worker, [PROMPTS[4]], 8, params=[params], seeds=[9], first_seq_id=2)[0]
-    rest = drive(worker, [PROMPTS[4] + first], COUNT - 8, params=[params], seeds=[9], first_seq_id=3)[0]
-    assert first + rest == whole
+    resumed = drive(worker, [PROMPTS[4]], COUNT, params=[params], seeds=[9], generated=[first], first_seq_id=3)[0]
+    assert resumed == whole
+    assert resumed[:8] == first
+    as_prompt = drive(worker, [PROMPTS[4] + first], COUNT - 8, params=[params], seeds=[9], first_seq_id=4)[0]
+    assert as_prompt != whole[8:]
+
+
+@pytest.mark.parametrize("penalty", [0.8, 1.5])
+def test_repetition_penalty_equals_transformers(tiny_llama, penalty):
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    params = SamplingParams(temperature=0.0, repetition_penalty=penalty)
+    expected = [oracle_greedy(oracle, prompt, COUNT, repetition_penalty=penalty) for prompt in PROMPTS]
+    worker = _worker(tiny_llama)
+    assert drive(worker, PROMPTS, COUNT, params=[params] * len(PROMPTS)) == expected
+    chunked = drive(worker, PROMPTS, COUNT, params=[params] * len(PROMPTS), budget=9, join_every=2, first_seq_id=50)
+    assert chunked == expected
 
 
 def test_long_sequences_widen_the_rows(tmp_path):
