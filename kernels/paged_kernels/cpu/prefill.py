@@ -30,11 +30,11 @@ from paged_kernels.cpu.micro import (
     panel_softmax,
     pointer,
 )
-from paged_kernels.cpu.runtime import UNBOUNDED, compile_kernel, element_type, fill, launch, record_type, thread_count
+from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel, element_type, launch, thread_count
 
 _ROWS = 64  # query rows per item; fewer when that would leave threads idle
 _PARALLEL_PRODUCTS = 1 << 20  # multiply-adds per product; below this, waking threads costs more than the work
-_ARGUMENTS = record_type(
+_ARGUMENTS = Arguments(
     "query k_cache v_cache tables lens starts out tile_seq tile_at counter",
     "seqs tiles tokens_per_tile heads group block_size table_row query_token query_head out_token out_head "
     "k_block k_head k_token v_block v_head v_token",
@@ -173,8 +173,8 @@ def prefill_attention(
     counter = np.zeros(1, dtype=np.int64)
     k_block, k_head, k_token, _ = k_cache.stride()
     v_block, v_head, v_token, _ = v_cache.stride()
-    record = fill(
-        _ARGUMENTS, query=query, k_cache=k_cache, v_cache=v_cache, tables=block_tables, lens=seq_lens,
+    record = _ARGUMENTS.pack(
+        query=query, k_cache=k_cache, v_cache=v_cache, tables=block_tables, lens=seq_lens,
         starts=query_start_loc, out=out, tile_seq=tile_seq, tile_at=tile_at, counter=counter,
         seqs=query_lens.size, tiles=tile_seq.size, tokens_per_tile=tokens, heads=heads, group=group,
         block_size=k_cache.shape[2], table_row=block_tables.stride(0),
