@@ -156,9 +156,7 @@ def _done(sequence: _Driven, count: int) -> bool:
     return len(sequence.tokens) - sequence.num_prompt >= count
 
 
-def _plan_sequence(
-    plan: SchedulerOutput, sequence: _Driven, free: list[int], block_size: int, budget: int
-) -> None:
+def _plan_sequence(plan: SchedulerOutput, sequence: _Driven, free: list[int], block_size: int, budget: int) -> None:
     room = budget - plan.num_scheduled_tokens
     new_tokens = min(len(sequence.tokens) - sequence.computed, room)
     if new_tokens <= 0:

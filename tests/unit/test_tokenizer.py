@@ -193,9 +193,7 @@ def _sentencepiece_source(tmp_path, **flags) -> ModelSource:
     order = ["he", "ll", "lo", "hell", "\u2581he", "hello", "\u2581hello"]
     scores = [-float(order.index(t)) if t in order else -100.0 for t in tokens]
     flags = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, **flags}
-    return _write_gguf(
-        tmp_path / "spm.gguf", kind="llama", tokens=tokens, kinds=kinds, scores=scores, flags=flags
-    )
+    return _write_gguf(tmp_path / "spm.gguf", kind="llama", tokens=tokens, kinds=kinds, scores=scores, flags=flags)
 
 
 def test_sentencepiece_merges_by_score_and_falls_back_to_bytes(tmp_path):

@@ -66,9 +66,7 @@ def test_seeded_sampling_does_not_depend_on_scheduling(tiny_llama):
     seeds = [2**64 - 1, -(2**63), 0, 1, 77, 78]
     worker = _worker(tiny_llama)
     together = drive(worker, PROMPTS, COUNT, params=params, seeds=seeds)
-    chunked = drive(
-        worker, PROMPTS, COUNT, params=params, seeds=seeds, budget=7, join_every=2, first_seq_id=50
-    )
+    chunked = drive(worker, PROMPTS, COUNT, params=params, seeds=seeds, budget=7, join_every=2, first_seq_id=50)
     assert chunked == together
     other = drive(worker, PROMPTS, COUNT, params=params, seeds=[s + 1 for s in range(6)], first_seq_id=90)
     assert [a == b for a, b in zip(together, other, strict=True)] == [False, False, False, True, False, False]
