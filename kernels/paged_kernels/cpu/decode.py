@@ -39,12 +39,12 @@ _ARGUMENTS = Arguments(
 
 @cache
 def _build(head_dim: int, group: int, element: type):
-    """The kernel for one head size and group. Longer than a screen because the sizes must reach the
-    intrinsics as literals of one function, and numba's disk cache cannot key on a closure that holds another
-    compiled function."""
+    """The kernel for one head size and group. Longer than a screen because of what `decode` in it says."""
     tag, dim, rows, tile = BUILD_TAG, head_dim, group, _TILE
 
     def decode(arguments):
+        """Longer than a screen because the sizes must reach the intrinsics as literals of one function: numba's
+        disk cache cannot key on a closure that holds another compiled function."""
         _ = tag
         args = carray(arguments, 1)[0]
         q = carray(pointer(args.query), UNBOUNDED, element)

@@ -49,10 +49,12 @@ def _key_tile(head_dim: int) -> int:
 
 @cache
 def _build(head_dim: int, element: type):
-    """The kernel for one head size; one function for the reason given in `decode._build`."""
+    """The kernel for one head size. Longer than a screen because of what `prefill` in it says."""
     tag, dim, tile = BUILD_TAG, head_dim, _key_tile(head_dim)
 
     def prefill(arguments):
+        """Longer than a screen because the sizes must reach the intrinsics as literals of one function: numba's
+        disk cache cannot key on a closure that holds another compiled function."""
         _ = tag
         args = carray(arguments, 1)[0]
         q = carray(pointer(args.query), UNBOUNDED, element)
