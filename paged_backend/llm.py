@@ -8,10 +8,11 @@ from typing import Any
 
 from tqdm import tqdm
 
+from paged_backend.chat import render_chat
 from paged_backend.config import DEFAULT_MODEL, EngineConfig
 from paged_backend.engine.engine import Engine
 from paged_backend.engine.outputs import CompletionOutput, RequestOutput, SequenceDelta
-from paged_backend.errors import EngineDeadError, InvalidRequestError
+from paged_backend.errors import EngineDeadError, InvalidRequestError, UnsupportedError
 from paged_backend.request import Request
 from paged_backend.sampling_params import SamplingParams
 
@@ -74,6 +75,34 @@ class LLM:
         for request in requests:
             outputs[request.request_id].num_cached_tokens = request.num_cached_tokens
         return list(outputs.values())
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate an answer to a conversation, or to each of several, in the model's chat format.
+
+        Args:
+            messages: `[{"role": "user", "content": "..."}]`, or a list of such conversations.
+            sampling_params, use_tqdm: as for `generate`.
+            tools, add_generation_prompt: as for `render_chat`.
+
+        Raises:
+            UnsupportedError: the model has no chat template, or the engine no tokenizer.
+            InvalidRequestError: the messages or parameters cannot be served; nothing is generated then.
+        """
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
+            raise UnsupportedError("`messages`: this engine runs without a tokenizer", field="messages")
+        conversations = messages if messages and not isinstance(messages[0], Mapping) else [messages]
+        options: dict[str, Any] = {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        prompts = [render_chat(tokenizer, conversation, **options) for conversation in conversations]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params, use_tqdm)
 
     def stats(self) -> dict[str, int]:
         """The engine's counts; see `Engine.stats`."""

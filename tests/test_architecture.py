@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     # Of sched the worker may know only the contract: see test_worker_knows_only_the_plan.
     "worker": _BASE | {"paged_kernels", "model", "sampling", "sched"},
     "engine": _BASE | {"chat", "tokenizer", "request", "kv", "sched", "worker"},
-    "llm": _BASE | {"engine", "request"},
+    "llm": _BASE | {"chat", "engine", "request"},
     "triton_adapter": _BASE | {"chat", "tokenizer", "request", "engine"},
     "server": {"errors", "config", "model_source"},
     "cli": {"__init__", "errors", "model_source", "server"},

@@ -32,6 +32,7 @@ SOURCES = sorted(
 )
 # Distributions whose import name differs.
 IMPORT_NAMES = {"huggingface-hub": "huggingface_hub"}
+OURS = {"paged_backend", "paged_kernels", "tests"}
 # Imported only where torch brought the compiler, or by the server's stub process.
 NOT_DEPENDENCIES = {"triton", "triton_python_backend_utils"}
 
@@ -97,16 +98,21 @@ def declared(extra: str | None) -> set[str]:
     return names
 
 
-def test_every_import_of_the_library_is_a_declared_dependency() -> None:
-    allowed = {IMPORT_NAMES.get(name, name) for name in declared(None)} | NOT_DEPENDENCIES
-    allowed |= {"paged_backend", "paged_kernels"} | set(sys.stdlib_module_names)
-    used = {
-        name.split(".")[0]
-        for path in SOURCES
-        if path.relative_to(ROOT).parts[0] in ("paged_backend", "kernels", "model_repository")
-        for name in imported_modules(path)
-    }
-    assert used - allowed == set()
+def undeclared(folders: set[str], extras: set[str | None]) -> set[str]:
+    """What the Python files in `folders` import that comes neither with Python nor from those dependencies."""
+    allowed = {IMPORT_NAMES.get(name, name) for extra in extras for name in declared(extra)}
+    allowed |= NOT_DEPENDENCIES | OURS | set(sys.stdlib_module_names)
+    files = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in folders]
+    if folders & {"tests", "client_examples"}:
+        # Helper modules beside the scripts, and folders of them.
+        allowed |= {name for path in files for name in (path.stem, path.parent.name)}
+    return {name.split(".")[0] for path in files for name in imported_modules(path)} - allowed
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    assert undeclared({"paged_backend", "kernels", "model_repository"}, {None}) == set()
+    assert undeclared({"client_examples"}, {None, "client"}) == set()
+    assert undeclared({"tests"}, {None, "client", "test"}) == set()
 
 
 def test_the_library_brings_no_server() -> None:

@@ -18,7 +18,11 @@ _PROGRAMS_PER_SM = 3
 LOG2_E = 1.4426950408889634
 
 
-@triton.jit(do_not_specialize=["split_tokens"])
+# Lengths and tables are passed from any sequence on: their alignment and counts must not make new variants.
+@triton.jit(
+    do_not_specialize=["split_tokens", "table_row"],
+    do_not_specialize_on_alignment=["tables", "lens"],
+)
 def decode_kernel(
     query, k_cache, v_cache, tables, lens, out, part_out, part_lse, scale, split_tokens,
     q_token, q_head, k_block, k_head, k_token, v_block, v_head, v_token, out_token, out_head, table_row,

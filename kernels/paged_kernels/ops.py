@@ -13,12 +13,17 @@ Shapes used throughout
 import importlib
 import importlib.util
 import os
+from functools import cache
 
 import torch
 
 BACKENDS = ("triton", "cpu", "reference")
 
-_MODULES = {"triton": "paged_kernels.triton_dispatch", "cpu": "paged_kernels.cpu.dispatch"}
+_MODULES = {
+    "triton": "paged_kernels.triton_dispatch",
+    "cpu": "paged_kernels.cpu.dispatch",
+    "reference": "paged_kernels.reference",
+}
 _PACKAGES = {"triton": "triton", "cpu": "numba"}
 _DTYPES = {
     "triton": (torch.float32, torch.float16, torch.bfloat16),
@@ -60,30 +65,37 @@ def resolve_backend(requested: str, device: torch.device | str) -> str:
     return backend
 
 
-def _implementation(backend: str, tensor: torch.Tensor):
+@cache
+def _implementation(backend: str, dtype: torch.dtype, device: torch.device):
+    """The module that holds a backend's functions; refuses what it cannot run."""
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is unknown; choose one of {', '.join(BACKENDS)}")
-    if tensor.dtype not in _DTYPES[backend]:
+    if dtype not in _DTYPES[backend]:
         names = ", ".join(str(d).removeprefix("torch.") for d in _DTYPES[backend])
-        raise ValueError(f"backend {backend!r} supports {names}, not {tensor.dtype}")
-    if backend == "reference":
-        return None
-    resolve_backend(backend, tensor.device)
+        raise ValueError(f"backend {backend!r} supports {names}, not {dtype}")
+    resolve_backend(backend, device)
     return importlib.import_module(_MODULES[backend])
 
 
-def _require(condition: bool, name: str, problem: str) -> None:
-    if not condition:
-        raise ValueError(f"{name}: {problem}")
+# The checks run at every layer of every step: messages are put together only once something is wrong.
+
+
+def _fail(name: str, problem: str):
+    raise ValueError(f"{name}: {problem}")
 
 
 def _check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor, like: torch.Tensor) -> None:
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _require(cache.dim() == 4, name, "must be [num_blocks, num_kv_heads, block_size, head_dim]")
-        _require(cache.stride(3) == 1, name, "last dimension must be contiguous")
-        _require(cache.dtype == like.dtype, name, f"dtype {cache.dtype} differs from {like.dtype}")
-        _require(cache.device == like.device, name, f"is on {cache.device}, not {like.device}")
-    _require(v_cache.shape == k_cache.shape, "v_cache", "shape differs from k_cache")
+    for name, cached in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cached.dim() != 4:
+            _fail(name, "must be [num_blocks, num_kv_heads, block_size, head_dim]")
+        if cached.stride(3) != 1:
+            _fail(name, "last dimension must be contiguous")
+        if cached.dtype != like.dtype:
+            _fail(name, f"dtype {cached.dtype} differs from {like.dtype}")
+        if cached.device != like.device:
+            _fail(name, f"is on {cached.device}, not {like.device}")
+    if v_cache.shape != k_cache.shape:
+        _fail("v_cache", "shape differs from k_cache")
 
 
 def write_kv(
@@ -103,62 +115,57 @@ def write_kv(
     Raises ValueError naming the argument at fault.
     """
     _check_caches(k_cache, v_cache, key)
-    _, heads, _, dim = k_cache.shape
-    for name, rows in (("key", key), ("value", value)):
-        _require(rows.dim() == 3, name, "must be [num_tokens, num_kv_heads, head_dim]")
-        _require(rows.shape[1:] == (heads, dim), name, f"must have {heads} heads of {dim}, as the cache")
-        _require(rows.stride(2) == 1, name, "last dimension must be contiguous")
-        _require(rows.dtype == key.dtype, name, f"dtype {rows.dtype} differs from {key.dtype}")
-    _require(value.shape == key.shape, "value", "shape differs from key")
-    _require(slot_mapping.dtype == torch.int64, "slot_mapping", "must be int64")
-    _require(slot_mapping.shape == key.shape[:1], "slot_mapping", "must have one entry per token")
-    _require(slot_mapping.is_contiguous(), "slot_mapping", "must be contiguous")
-    _require(slot_mapping.device == key.device, "slot_mapping", f"must be on {key.device}")
-    module = _implementation(backend, key)
-    if key.shape[0] == 0:
-        return
-    if module is None:
-        from paged_kernels import reference as module
-    module.write_kv(key, value, k_cache, v_cache, slot_mapping)
-
-
-def _check_attention(query, k_cache, v_cache, block_tables, seq_lens, query_start_loc, num_decodes, out):
-    _check_caches(k_cache, v_cache, query)
     heads, dim = k_cache.shape[1], k_cache.shape[3]
-    _require(query.dim() == 3, "query", "must be [total_q, num_q_heads, head_dim]")
-    _require(query.stride(2) == 1, "query", "last dimension must be contiguous")
-    _require(query.shape[2] == dim, "query", f"head_dim {query.shape[2]} differs from the cache's {dim}")
-    _require(
-        query.shape[1] > 0 and query.shape[1] % heads == 0,
-        "query",
-        f"{query.shape[1]} query heads are not a multiple of {heads} kv heads",
-    )
+    for name, rows in (("key", key), ("value", value)):
+        if rows.dim() != 3 or rows.shape[1] != heads or rows.shape[2] != dim:
+            _fail(name, f"must be [num_tokens, {heads}, {dim}], as the cache, not {list(rows.shape)}")
+        if rows.stride(2) != 1:
+            _fail(name, "last dimension must be contiguous")
+        if rows.dtype != key.dtype:
+            _fail(name, f"dtype {rows.dtype} differs from {key.dtype}")
+    if value.shape != key.shape:
+        _fail("value", "shape differs from key")
+    if slot_mapping.dtype != torch.int64 or slot_mapping.shape != key.shape[:1]:
+        _fail("slot_mapping", f"must be int64 with {key.shape[0]} entries, one per token")
+    if not slot_mapping.is_contiguous() or slot_mapping.device != key.device:
+        _fail("slot_mapping", f"must be contiguous and on {key.device}")
+    module = _implementation(backend, key.dtype, key.device)
+    if key.shape[0]:
+        module.write_kv(key, value, k_cache, v_cache, slot_mapping)
+
+
+def _check_lengths(query, block_tables, seq_lens, query_start_loc, num_decodes):
     num_seqs = seq_lens.shape[0]
     named = (("block_tables", block_tables), ("seq_lens", seq_lens), ("query_start_loc", query_start_loc))
     for name, tensor in named:
-        _require(tensor.dtype == torch.int32, name, f"must be int32, not {tensor.dtype}")
-        _require(tensor.device == query.device, name, f"must be on {query.device}")
-    _require(seq_lens.dim() == 1 and seq_lens.is_contiguous(), "seq_lens", "must be contiguous [num_seqs]")
-    _require(
-        query_start_loc.shape == (num_seqs + 1,) and query_start_loc.is_contiguous(),
-        "query_start_loc",
-        f"must be contiguous with {num_seqs + 1} entries",
-    )
-    _require(
-        block_tables.dim() == 2 and block_tables.shape[0] == num_seqs and block_tables.stride(1) == 1,
-        "block_tables",
-        f"must be [{num_seqs}, max_blocks] with contiguous rows",
-    )
-    _require(
-        0 <= num_decodes <= min(num_seqs, query.shape[0]),
-        "num_decodes",
-        f"{num_decodes} is not between 0 and the number of sequences and query rows",
-    )
-    if out is not None:
-        _require(out.shape == query.shape, "out", "shape differs from query")
-        _require(out.dtype == query.dtype, "out", "dtype differs from query")
-        _require(out.device == query.device, "out", f"must be on {query.device}")
-        _require(out.stride(2) == 1, "out", "last dimension must be contiguous")
+        if tensor.dtype != torch.int32:
+            _fail(name, f"must be int32, not {tensor.dtype}")
+        if tensor.device != query.device:
+            _fail(name, f"must be on {query.device}")
+    if seq_lens.dim() != 1 or not seq_lens.is_contiguous():
+        _fail("seq_lens", "must be contiguous [num_seqs]")
+    if query_start_loc.shape != (num_seqs + 1,) or not query_start_loc.is_contiguous():
+        _fail("query_start_loc", f"must be contiguous with {num_seqs + 1} entries")
+    if block_tables.dim() != 2 or block_tables.shape[0] != num_seqs or block_tables.stride(1) != 1:
+        _fail("block_tables", f"must be [{num_seqs}, max_blocks] with contiguous rows")
+    if not 0 <= num_decodes <= min(num_seqs, query.shape[0]):
+        _fail("num_decodes", f"{num_decodes} is not between 0 and the number of sequences and query rows")
+
+
+def _check_query(query, k_cache, out):
+    heads, dim = k_cache.shape[1], k_cache.shape[3]
+    if query.dim() != 3 or query.shape[2] != dim:
+        _fail("query", f"must be [total_q, num_q_heads, {dim}], as the cache, not {list(query.shape)}")
+    if query.stride(2) != 1:
+        _fail("query", "last dimension must be contiguous")
+    if query.shape[1] == 0 or query.shape[1] % heads:
+        _fail("query", f"{query.shape[1]} query heads are not a multiple of {heads} kv heads")
+    if out is None:
+        return
+    if out.shape != query.shape or out.dtype != query.dtype or out.device != query.device:
+        _fail("out", f"must be {query.dtype} {list(query.shape)} on {query.device}, as query")
+    if out.stride(2) != 1:
+        _fail("out", "last dimension must be contiguous")
 
 
 def paged_attention(
@@ -186,23 +193,24 @@ def paged_attention(
     rows past query_start_loc[-1] are zeros.
     Raises ValueError naming the argument at fault.
     """
-    _check_attention(query, k_cache, v_cache, block_tables, seq_lens, query_start_loc, num_decodes, out)
-    _require(max_query_len >= 0, "max_query_len", "must not be negative")
-    _require(max_seq_len >= 0, "max_seq_len", "must not be negative")
-    module = _implementation(backend, query)
+    _check_caches(k_cache, v_cache, query)
+    _check_query(query, k_cache, out)
+    _check_lengths(query, block_tables, seq_lens, query_start_loc, num_decodes)
+    if max_query_len < 0:
+        _fail("max_query_len", "must not be negative")
+    if max_seq_len < 0:
+        _fail("max_seq_len", "must not be negative")
+    module = _implementation(backend, query.dtype, query.device)
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if query.shape[0] == 0:
         return out
     if seq_lens.shape[0] == 0 or k_cache.shape[0] == 0:
         return out.zero_()
-    args = (query, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
-    if module is None:
-        from paged_kernels import reference
-
-        reference.paged_attention(*args, scale, out)
-    else:
-        module.paged_attention(*args, scale, num_decodes, max_query_len, max_seq_len, out)
+    module.paged_attention(
+        query, k_cache, v_cache, block_tables, seq_lens, query_start_loc,
+        scale, num_decodes, max_query_len, max_seq_len, out,
+    )  # fmt: skip
     return out
 
 
@@ -222,17 +230,17 @@ def warmup(
     """
     on_gpu = backend == "triton" and torch.cuda.is_available() and not _interpreted()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    if _implementation(backend, torch.empty(0, dtype=dtype, device=device)) is None:
-        return
+    _implementation(backend, dtype, device)
     shape = (2, num_kv_heads, block_size, head_dim)
     k_cache, v_cache = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-    lens = [1, 2, min(2, block_size)]
     ints = {"dtype": torch.int32, "device": device}
     rows = torch.zeros(4, num_q_heads, head_dim, dtype=dtype, device=device)
     slots = torch.full((4,), -1, dtype=torch.int64, device=device)
     write_kv(rows[:, :num_kv_heads], rows[:, :num_kv_heads], k_cache, v_cache, slots, backend=backend)
-    paged_attention(
-        rows, k_cache, v_cache,
-        torch.ones(3, 1, **ints), torch.tensor(lens, **ints), torch.tensor([0, 1, 2, 4], **ints),
-        scale=1.0, num_decodes=2, max_query_len=2, max_seq_len=2, backend=backend,
-    )  # fmt: skip
+    # Launch settings depend on the bounds: one token or a full chunk, one split or several.
+    for longest_query, longest in ((1, 1), (max(1, 64 * num_kv_heads // num_q_heads), 1 << 16), (4096, 1)):
+        paged_attention(
+            rows, k_cache, v_cache,
+            torch.ones(3, 2, **ints), torch.tensor([1, 1, 2], **ints), torch.tensor([0, 1, 2, 4], **ints),
+            scale=1.0, num_decodes=2, max_query_len=longest_query, max_seq_len=longest, backend=backend,
+        )  # fmt: skip

@@ -55,7 +55,11 @@ def attend_range(
     return acc, row_max, row_sum, ids
 
 
-@triton.jit(do_not_specialize=["num_seqs", "first_row", "total_q"])
+# Lengths and tables are passed from any sequence on: their alignment and counts must not make new variants.
+@triton.jit(
+    do_not_specialize=["num_seqs", "first_row", "total_q", "table_row"],
+    do_not_specialize_on_alignment=["tables", "lens", "starts"],
+)
 def prefill_kernel(
     query, k_cache, v_cache, tables, lens, starts, out, scale, num_seqs, first_row, total_q,
     q_token, q_head, k_block, k_head, k_token, v_block, v_head, v_token, out_token, out_head, table_row,

@@ -93,7 +93,7 @@ class OutputText:
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
-        self._stops = params.stop
+        self._stops = params.stop_strings
         self._include_stop = params.include_stop_str_in_output
         self._held = ""
         self._released = 0

@@ -65,7 +65,7 @@ class InputProcessor:
 
     def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         """Tokens that end an output of such a request."""
-        own = frozenset(params.stop_token_ids or ())
+        own = frozenset(params.stop_ids)
         return own if params.ignore_eos else own | self._eos_token_ids
 
     def _num_logprobs(self, params: SamplingParams) -> int | None:

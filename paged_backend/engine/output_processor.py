@@ -90,7 +90,7 @@ class OutputProcessor:
         params = sequence.request.params
         if token_id in self._eos_token_ids and not params.ignore_eos:
             return FinishReason("stop")
-        if params.stop_token_ids and token_id in params.stop_token_ids:
+        if token_id in params.stop_ids:
             return FinishReason("stop", token_id)
         if sequence.num_tokens >= sequence.request.max_total_tokens:
             return FinishReason("length")

@@ -271,6 +271,9 @@ def test_llm_text_stop_strings_and_eos():
         assert "Paris" in text
         assert output.prompt == "The capital of France is"
         assert llm.engine.tokenizer.decode(output.outputs[0].token_ids) == text
+        (answer,) = llm.chat([{"role": "user", "content": "What is the capital of France?"}], greedy, use_tqdm=False)
+        assert answer.outputs[0].text == "The capital of France is Paris."
+        assert answer.outputs[0].finish_reason == "stop"
         for start in range(0, len(text) - 8, 3):
             stop = text[start : start + 8]
             cut = text.index(stop)

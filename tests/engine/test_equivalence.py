@@ -9,7 +9,6 @@ import random
 
 import pytest
 import torch
-import transformers
 
 from paged_backend import LLM, SamplingParams
 from paged_backend.model_source import DEMO_MODEL, resolve_model
@@ -39,14 +38,12 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(prompts) -> list[list[int]]:
+def expected(prompts, demo_oracle) -> list[list[int]]:
     """What transformers' `generate` gives for each prompt alone."""
-    path = resolve_model(DEMO_MODEL).path
-    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     outputs = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        result = model.generate(
+        result = demo_oracle.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
         )
         outputs.append(result[0, len(prompt) :].tolist())

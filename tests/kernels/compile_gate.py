@@ -25,7 +25,6 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 POINTERS = {
     "tables": "*i32", "lens": "*i32", "starts": "*i32", "slots": "*i64", "part_out": "*fp32", "part_lse": "*fp32",
 }  # fmt: skip
-COUNTS = {"split_tokens", "splits", "num_seqs", "first_row", "total_q"}
 TENSORS = {"query", "key", "value", "k_cache", "v_cache", "out"}
 
 
@@ -72,18 +71,18 @@ def compile_variant(variant):
     """(label, registers, stack bytes, shared bytes of the launch, compile options) of one variant."""
     label, kernel, constants, options, capability, dtype = variant
     signature, attrs = {}, {}
-    for index, name in enumerate(kernel.arg_names):
+    for index, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
         if name in constants:
             signature[name] = "constexpr"
         elif name == "scale":
             signature[name] = "fp32"
         elif name in POINTERS or name in TENSORS:
             signature[name] = POINTERS.get(name, f"*{dtype}")
-            attrs[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "i32"
-            if name not in COUNTS and name != "table_row":
-                attrs[(index,)] = [["tt.divisibility", 16]]
+        specialised = name not in constants and name != "scale"
+        if specialised and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
+            attrs[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attrs)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

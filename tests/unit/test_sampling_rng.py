@@ -72,9 +72,7 @@ def test_same_stream_as_triton_lang(tmp_path):
     program = tmp_path / "draw.py"
     program.write_text(TRITON_PROGRAM)
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run(
-        [sys.executable, str(program)], env=environment, capture_output=True, text=True, check=True
-    )
+    result = subprocess.run([sys.executable, str(program)], env=environment, capture_output=True, text=True, check=True)
     lines = result.stdout.strip().splitlines()
     assert len(lines) == 3
     for seed, line in zip((0, 42, 2**40 + 12345), lines, strict=True):

@@ -24,12 +24,12 @@ from paged_kernels.cpu.micro import (
     prefetch,
     row_softmax,
 )
-from paged_kernels.cpu.runtime import UNBOUNDED, compile_kernel, element_type, fill, launch, record_type, thread_count
+from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel, element_type, launch, thread_count
 
 SPLIT_TOKENS = 512
 _TILE = 64  # tokens per online-softmax step; a multiple of 16
 _PARALLEL_PRODUCTS = 1 << 18  # multiply-adds per product; below this, waking threads costs more than the work
-_ARGUMENTS = record_type(
+_ARGUMENTS = Arguments(
     "query k_cache v_cache tables lens out chunk_seq chunk_at acc top norm alpha counter done",
     "seqs chunks heads block_size table_row query_token query_head out_token out_head "
     "k_block k_head k_token v_block v_head v_token",
@@ -39,12 +39,12 @@ _ARGUMENTS = record_type(
 
 @cache
 def _build(head_dim: int, group: int, element: type):
-    """The kernel for one head size and group. Longer than a screen because the sizes must reach the
-    intrinsics as literals of one function, and numba's disk cache cannot key on a closure that holds another
-    compiled function."""
+    """The kernel for one head size and group. Longer than a screen because of what `decode` in it says."""
     tag, dim, rows, tile = BUILD_TAG, head_dim, group, _TILE
 
     def decode(arguments):
+        """Longer than a screen because the sizes must reach the intrinsics as literals of one function: numba's
+        disk cache cannot key on a closure that holds another compiled function."""
         _ = tag
         args = carray(arguments, 1)[0]
         q = carray(pointer(args.query), UNBOUNDED, element)
@@ -136,12 +136,14 @@ def _build(head_dim: int, group: int, element: type):
     return compile_kernel(decode, _ARGUMENTS)
 
 
-def _chunks(lens: np.ndarray):
+def _chunks(lens: list[int]):
     """(sequence of each chunk [chunks], first chunk of each sequence [num_seqs + 1]); each has at least one."""
-    counts = np.maximum(1, (lens.astype(np.int64) + SPLIT_TOKENS - 1) // SPLIT_TOKENS)
-    at = np.zeros(lens.size + 1, dtype=np.int64)
+    if max(lens) <= SPLIT_TOKENS:
+        return np.arange(len(lens), dtype=np.int32), np.arange(len(lens) + 1, dtype=np.int64)
+    counts = [max(1, -(-length // SPLIT_TOKENS)) for length in lens]
+    at = np.zeros(len(lens) + 1, dtype=np.int64)
     np.cumsum(counts, out=at[1:])
-    return np.repeat(np.arange(lens.size, dtype=np.int32), counts), at
+    return np.repeat(np.arange(len(lens), dtype=np.int32), counts), at
 
 
 def decode_attention(
@@ -150,29 +152,33 @@ def decode_attention(
     v_cache: torch.Tensor,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
+    seqs: int,
     scale: float,
     out: torch.Tensor,
 ) -> None:
-    """query, out: [num_seqs, num_q_heads, head_dim], row i belonging to sequence i; writes out."""
-    seqs, q_heads, dim = query.shape
+    """The first `seqs` sequences, of one query token each: row i of query and out belongs to sequence i.
+
+    Takes whole tensors rather than slices: making views costs more than small batches take to compute.
+    """
+    q_heads, dim = query.shape[1:]
     heads = k_cache.shape[1]
-    lens = seq_lens.numpy()
+    lens = seq_lens.tolist()[:seqs]
     chunk_seq, chunk_at = _chunks(lens)
     rows = chunk_seq.size * q_heads
     acc = np.empty(rows * dim, dtype=np.float32)
-    stats = np.empty((3, rows), dtype=np.float32)
+    top, norm, alpha = np.empty((3, rows), dtype=np.float32)
     counters = np.zeros(1 + seqs * heads, dtype=np.int64)
     k_block, k_head, k_token, _ = k_cache.stride()
     v_block, v_head, v_token, _ = v_cache.stride()
-    record = fill(
-        _ARGUMENTS, query=query, k_cache=k_cache, v_cache=v_cache, tables=block_tables, lens=seq_lens, out=out,
-        chunk_seq=chunk_seq, chunk_at=chunk_at, acc=acc, top=stats[0], norm=stats[1], alpha=stats[2],
+    record = _ARGUMENTS.pack(
+        query=query, k_cache=k_cache, v_cache=v_cache, tables=block_tables, lens=seq_lens, out=out,
+        chunk_seq=chunk_seq, chunk_at=chunk_at, acc=acc, top=top, norm=norm, alpha=alpha,
         counter=counters, done=counters[1:], seqs=seqs, chunks=chunk_seq.size, heads=heads,
         block_size=k_cache.shape[2], table_row=block_tables.stride(0),
         query_token=query.stride(0), query_head=query.stride(1), out_token=out.stride(0), out_head=out.stride(1),
         k_block=k_block, k_head=k_head, k_token=k_token, v_block=v_block, v_head=v_head, v_token=v_token,
         scale=scale * math.log2(math.e),
     )  # fmt: skip
-    products = int(lens.sum()) * q_heads * dim
+    products = sum(lens) * q_heads * dim
     threads = thread_count() if products >= _PARALLEL_PRODUCTS else 1
     launch(_build(dim, q_heads // heads, element_type(query.dtype)), record, threads)

@@ -23,11 +23,11 @@ def paged_attention(
     out: torch.Tensor,
 ) -> None:
     """See `ops.paged_attention`. Lengths are read from the tensors: on a CPU that costs no wait."""
-    n = num_decodes
+    n, used = num_decodes, num_decodes
     if n:
-        decode_attention(query[:n], k_cache, v_cache, block_tables[:n], seq_lens[:n], scale, out[:n])
+        decode_attention(query, k_cache, v_cache, block_tables, seq_lens, n, scale, out)
     if n < seq_lens.shape[0]:
+        used = int(query_start_loc[-1])
         prefill_attention(query, k_cache, v_cache, block_tables[n:], seq_lens[n:], query_start_loc[n:], scale, out)
-    used = int(query_start_loc[-1])
     if used < query.shape[0]:
         out[used:] = 0

@@ -10,11 +10,11 @@ import torch
 from numba import carray
 
 from paged_kernels.cpu.micro import BUILD_TAG, copy_row, fetch_add, pointer
-from paged_kernels.cpu.runtime import UNBOUNDED, compile_kernel, element_type, fill, launch, record_type, thread_count
+from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel, element_type, launch, thread_count
 
 _PARALLEL_ELEMENTS = 1 << 17  # below this, waking threads costs more than the copy
 _TOKENS_PER_ITEM = 64
-_ARGUMENTS = record_type(
+_ARGUMENTS = Arguments(
     "key value k_cache v_cache slots counter",
     "tokens heads block_size key_token key_head value_token value_head k_block k_head k_token v_block v_head v_token",
 )
@@ -66,8 +66,8 @@ def write_kv(
     counter = np.zeros(1, dtype=np.int64)
     k_block, k_head, k_token, _ = k_cache.stride()
     v_block, v_head, v_token, _ = v_cache.stride()
-    record = fill(
-        _ARGUMENTS, key=key, value=value, k_cache=k_cache, v_cache=v_cache, slots=slot_mapping, counter=counter,
+    record = _ARGUMENTS.pack(
+        key=key, value=value, k_cache=k_cache, v_cache=v_cache, slots=slot_mapping, counter=counter,
         tokens=tokens, heads=heads, block_size=k_cache.shape[2],
         key_token=key.stride(0), key_head=key.stride(1), value_token=value.stride(0), value_head=value.stride(1),
         k_block=k_block, k_head=k_head, k_token=k_token, v_block=v_block, v_head=v_head, v_token=v_token,

@@ -30,11 +30,11 @@ from paged_kernels.cpu.micro import (
     panel_softmax,
     pointer,
 )
-from paged_kernels.cpu.runtime import UNBOUNDED, compile_kernel, element_type, fill, launch, record_type, thread_count
+from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel, element_type, launch, thread_count
 
 _ROWS = 64  # query rows per item; fewer when that would leave threads idle
 _PARALLEL_PRODUCTS = 1 << 20  # multiply-adds per product; below this, waking threads costs more than the work
-_ARGUMENTS = record_type(
+_ARGUMENTS = Arguments(
     "query k_cache v_cache tables lens starts out tile_seq tile_at counter",
     "seqs tiles tokens_per_tile heads group block_size table_row query_token query_head out_token out_head "
     "k_block k_head k_token v_block v_head v_token",
@@ -49,10 +49,12 @@ def _key_tile(head_dim: int) -> int:
 
 @cache
 def _build(head_dim: int, element: type):
-    """The kernel for one head size; one function for the reason given in `decode._build`."""
+    """The kernel for one head size. Longer than a screen because of what `prefill` in it says."""
     tag, dim, tile = BUILD_TAG, head_dim, _key_tile(head_dim)
 
     def prefill(arguments):
+        """Longer than a screen because the sizes must reach the intrinsics as literals of one function: numba's
+        disk cache cannot key on a closure that holds another compiled function."""
         _ = tag
         args = carray(arguments, 1)[0]
         q = carray(pointer(args.query), UNBOUNDED, element)
@@ -173,8 +175,8 @@ def prefill_attention(
     counter = np.zeros(1, dtype=np.int64)
     k_block, k_head, k_token, _ = k_cache.stride()
     v_block, v_head, v_token, _ = v_cache.stride()
-    record = fill(
-        _ARGUMENTS, query=query, k_cache=k_cache, v_cache=v_cache, tables=block_tables, lens=seq_lens,
+    record = _ARGUMENTS.pack(
+        query=query, k_cache=k_cache, v_cache=v_cache, tables=block_tables, lens=seq_lens,
         starts=query_start_loc, out=out, tile_seq=tile_seq, tile_at=tile_at, counter=counter,
         seqs=query_lens.size, tiles=tile_seq.size, tokens_per_tile=tokens, heads=heads, group=group,
         block_size=k_cache.shape[2], table_row=block_tables.stride(0),
