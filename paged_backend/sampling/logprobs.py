@@ -14,6 +14,7 @@ import torch
 
 from paged_backend.errors import PagedBackendError
 from paged_backend.sampling.penalties import PenaltyBatch, penalise
+from paged_backend.sampling.sampler import take_rows
 
 _LOWEST = float(np.finfo(np.float32).min)
 
@@ -44,10 +45,10 @@ def token_logprobs(logits: torch.Tensor, tokens: np.ndarray, count: int) -> Logp
     chosen = torch.from_numpy(tokens).to(logits.device)[:, None]
     top_ids = _most_likely(logits, count)
     # By logits and not by log-probabilities, in which rounding makes close tokens equal.
-    ranks = _ranks(logits, chosen)
+    ranks = _ranks(logits, tokens, top_ids)
     wanted = torch.cat([chosen, torch.from_numpy(top_ids).to(logits.device)], dim=-1)
     values = logits.log_softmax(dim=-1).gather(-1, wanted).clamp_(min=_LOWEST).cpu().numpy()
-    return LogprobBatch(values[:, 0], ranks.cpu().numpy(), top_ids, values[:, 1:])
+    return LogprobBatch(values[:, 0], ranks, top_ids, values[:, 1:])
 
 
 def beam_candidates(logits: torch.Tensor, penalties: PenaltyBatch | None, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -104,9 +105,17 @@ def _lowest_ids_at_the_edge(scores: torch.Tensor, values: np.ndarray, ids: np.nd
     return np.where(edge, np.take_along_axis(lowest, np.maximum(place, 0), axis=-1), ids)
 
 
-def _ranks(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """int64 [L]: the place of each row's token [L, 1] in the order by score and id, from 1."""
-    own = scores.gather(-1, tokens)
-    ids = torch.arange(scores.shape[-1], device=scores.device)
-    ahead = (scores > own) | ((scores == own) & (ids < tokens))
-    return ahead.sum(dim=-1) + 1
+def _ranks(scores: torch.Tensor, tokens: np.ndarray, top_ids: np.ndarray) -> np.ndarray:
+    """int64 [L]: the place of each row's token in the order by score and id, from 1; `top_ids` are the first ones."""
+    matches = top_ids == tokens[:, None]
+    # An argmax needs a column.
+    ranks = matches.argmax(axis=-1) + 1 if matches.shape[1] else np.zeros(len(tokens), dtype=np.int64)
+    beyond = np.flatnonzero(~matches.any(axis=-1))
+    if beyond.size:
+        index, chosen = (torch.from_numpy(a).to(scores.device) for a in (beyond, tokens[beyond, None]))
+        others = take_rows(scores, index)
+        own = others.gather(-1, chosen)
+        ids = torch.arange(scores.shape[-1], device=scores.device)
+        ahead = (others > own) | ((others == own) & (ids < chosen))
+        ranks[beyond] = ahead.sum(dim=-1).cpu().numpy() + 1
+    return ranks

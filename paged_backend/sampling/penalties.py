@@ -114,28 +114,32 @@ def penalise(scores: torch.Tensor, batch: PenaltyBatch) -> torch.Tensor:
     """Apply the penalties in place.
 
     Args:
-        scores: float32 [R, vocabulary], logits or log-probabilities.
+        scores: float32 [R, vocabulary], contiguous; logits or log-probabilities.
         batch: the entries.
 
     Returns:
         float32 [E], what the entries were before, for `restore`.
     """
-    device = scores.device
-    rows, tokens, counts, repetition, presence, frequency = (
-        torch.from_numpy(getattr(batch, name)).to(device)
-        for name in PenaltyBatch.__slots__  # in the order of the fields
+    entries, places = scores.view(-1), _places(scores, batch)
+    counts, repetition, presence, frequency = (
+        torch.from_numpy(values).to(scores.device)
+        for values in (batch.counts, batch.repetition, batch.presence, batch.frequency)
     )
-    before = scores[rows, tokens]
+    before = entries.index_select(0, places)
     after = torch.where(before > 0, before / repetition, before * repetition)
     after = after - frequency * counts - presence * (counts > 0)
     # An extreme penalty must not make scores infinite, which would look like a broken model; a score that is not finite
     # stays, so that a broken model is seen.
     bounded = after.clamp(float(_FLOAT32.min), float(_FLOAT32.max))
-    scores[rows, tokens] = torch.where(before.isfinite(), bounded, before)
+    entries.scatter_(0, places, torch.where(before.isfinite(), bounded, before))
     return before
 
 
 def restore(scores: torch.Tensor, batch: PenaltyBatch, before: torch.Tensor) -> None:
     """Undo `penalise`, bit for bit."""
-    rows, tokens = (torch.from_numpy(index).to(scores.device) for index in (batch.rows, batch.tokens))
-    scores[rows, tokens] = before
+    scores.view(-1).scatter_(0, _places(scores, batch), before)
+
+
+def _places(scores: torch.Tensor, batch: PenaltyBatch) -> torch.Tensor:
+    """Where the entries are in the flat matrix: one index is several times faster than two."""
+    return torch.from_numpy(batch.rows * scores.shape[-1] + batch.tokens).to(scores.device)

@@ -97,6 +97,8 @@ class Worker:
             model, kv_cache, self.resolved.max_num_seqs, backend, self.num_host_blocks
         )
         _log_facts(model, self.resolved, self.shape, loaded - started, time.monotonic() - loaded)
+        if self.num_host_blocks:
+            _log_swap_space(self.num_host_blocks, self.preemption_costs, self.resolved, self.shape)
 
     def execute(self, plan: SchedulerOutput) -> WorkerOutput:
         """Run one step; see `ModelRunner.execute`."""
@@ -184,3 +186,10 @@ def _log_facts(model: Decoder, config: EngineConfig, shape: ModelShape, load_s: 
         cache / 2**20, tokens / config.max_model_len, config.max_model_len, config.attention_backend,
         config.num_threads, prepare_s,
     )  # fmt: skip
+
+
+def _log_swap_space(blocks: int, costs: tuple[float, float], config: EngineConfig, shape: ModelShape) -> None:
+    size = blocks * kv_block_bytes(shape, config.block_size, config.dtype)
+    logger.info("swap space of %d blocks, %.1f MiB; preemption mode %s", blocks, size / 2**20, config.preemption_mode)
+    if config.preemption_mode == "auto":
+        logger.info("recomputing takes %.3f ms a token, swapping %.3f ms a block and way", *(1e3 * c for c in costs))

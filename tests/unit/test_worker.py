@@ -146,6 +146,11 @@ def test_start_up_facts_are_logged(tiny_llama, caplog):
     (line,) = caplog.messages
     for fact in ("float32 weights on cpu", "128 blocks x 8 tokens = 1024 tokens", "4.0 requests of 256", "backend cpu"):
         assert fact in line
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="paged_backend"):
+        _worker(tiny_llama, swap_space=0.5, preemption_mode="auto")
+    assert "swap space of 131072 blocks, 512.0 MiB; preemption mode auto" in caplog.messages
+    assert caplog.messages[-1].startswith("recomputing takes ")
 
 
 @pytest.mark.parametrize(
