@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from paged_backend.bench import add_bench
 from paged_backend.errors import PagedBackendError
 from paged_backend.model_source import DEMO_MODEL
 from paged_backend.server.errors import LaunchError
@@ -50,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         "model repository, say when it is ready, and stop it on Ctrl-C.",
     )
     _add_serve(serve_parser)
+    add_bench(commands)
     return parser
 
 

@@ -178,10 +178,10 @@ def _check_beam_search(params: SamplingParams) -> None:
         if params.beam_width is not None:
             raise _bad("beam_width", "needs `use_beam_search`")
         return
-    if params.beam_width is None:
-        object.__setattr__(params, "beam_width", params.n)
-    if params.beam_width < params.n:
-        raise _bad("beam_width", f"({params.beam_width}) must be at least `n` ({params.n})")
+    width = params.n if params.beam_width is None else params.beam_width
+    object.__setattr__(params, "beam_width", width)
+    if width < params.n:
+        raise _bad("beam_width", f"({width}) must be at least `n` ({params.n})")
     if params.temperature >= GREEDY_TEMPERATURE:
         raise _bad("temperature", "must be 0 in a beam search: it does not sample")
     for name in ("stop", "logprobs"):

@@ -78,7 +78,7 @@ class Outcome:
         normalised_latency: mean over requests of (finish - arrival) / output tokens, in seconds; infinite if the run
             was given up.
         seconds: simulated time.
-        memory: from the end of the warm-up for as long as there are requests to come or to admit.
+        memory: from the end of the warm-up for as long as there are requests to come or to admit, or of the whole run.
     """
 
     normalised_latency: float
@@ -107,6 +107,7 @@ class Simulation:
         policy: the scheduler's.
         cost: duration of a step.
         check: verify all bookkeeping after every step (slow).
+        whole_run: look at memory from the first step to the last, not only under load.
         sharpness: of the made-up distributions in beam searches.
     """
 
@@ -114,6 +115,7 @@ class Simulation:
     policy: SchedulerPolicy
     cost: StepCost
     check: bool = False
+    whole_run: bool = False
     sharpness: float = SHARPNESS
     memory: MemoryUse = field(default_factory=MemoryUse)
 
@@ -139,7 +141,8 @@ class Simulation:
             self.now += self.cost.seconds(plan)
             if steps % SAMPLE_STEPS == 0:
                 is_fed = waiting < len(jobs) or len(self.scheduler.waiting)
-                if is_fed and waiting - len(self._live) >= WARM_UP * len(jobs):
+                is_warm = waiting - len(self._live) >= WARM_UP * len(jobs)
+                if self.whole_run or (is_fed and is_warm):
                     self._sample(self.now - sampled_at)
                 sampled_at = self.now
             steps += 1

@@ -65,8 +65,7 @@ def make_jobs(trace: str, count: int, rate: float, seed: int, **kind: int) -> li
     lengths = sample_lengths(trace, count, seed)
     arrivals = poisson_arrivals(count, rate, seed)
     return [
-        Job(arrival, [0] * prompt, output, **kind)
-        for arrival, (prompt, output) in zip(arrivals, lengths, strict=True)
+        Job(arrival, [0] * prompt, output, **kind) for arrival, (prompt, output) in zip(arrivals, lengths, strict=True)
     ]
 
 

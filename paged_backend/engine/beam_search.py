@@ -79,9 +79,9 @@ class BeamSearch:
         considered = self._best_continuations()
         length = self._request.sequences[0].num_output_tokens + 1
         ends = [self._finish_reason(item, length) for item in considered]
-        for item, finish in zip(considered[: self._width], ends, strict=False):
-            if finish is not None:
-                self._finish(item, finish, length)
+        # With early stopping a full set is final, but all that end in the step that fills it compete for it.
+        if not (self._early_stopping is True and len(self.finished) == self._width):
+            self._finish(considered, ends, length)
         going_on = [item for item, finish in zip(considered, ends, strict=True) if finish is None][: self._width]
         self._reports.clear()
         if not going_on or self._is_over(going_on[0].score, length):
@@ -112,11 +112,13 @@ class BeamSearch:
             return FinishReason("length")
         return None
 
-    def _finish(self, item: Continuation, finish: FinishReason, length: int) -> None:
-        if len(self.finished) == self._width and self._early_stopping is True:
-            return
-        token_ids = [*item.parent.output_token_ids, item.token_id]
-        self.finished.append(Hypothesis(item.score / length**self._length_penalty, token_ids, item.score, finish))
+    def _finish(self, considered: list[Continuation], ends: list[FinishReason | None], length: int) -> None:
+        """Keep the best finished outputs; of the continuations only as many as there are beams may become one."""
+        for item, finish in zip(considered[: self._width], ends, strict=False):
+            if finish is not None:
+                token_ids = [*item.parent.output_token_ids, item.token_id]
+                score = item.score / length**self._length_penalty
+                self.finished.append(Hypothesis(score, token_ids, item.score, finish))
         # Stable: of equal scores the one found first stays ahead.
         self.finished.sort(key=lambda hypothesis: -hypothesis.score)
         del self.finished[self._width :]
