@@ -24,7 +24,7 @@ KINDS = {
     "beam 4": {"temperature": 0, "use_beam_search": True, "beam_width": 4, "n": 4},
 }
 CASES = {
-    f"{kind}{', penalties' if penalties else ''}": SamplingParams(max_tokens=12, ignore_eos=True, **how, **penalties)
+    f"{kind}{', penalties' if penalties else ''}": SamplingParams(max_tokens=8, ignore_eos=True, **how, **penalties)
     for kind, how in KINDS.items()
     for penalties in ({}, PENALTIES)
 }
@@ -55,7 +55,8 @@ def prompts() -> list[dict]:
 
 
 def _llm(**engine_args) -> LLM:
-    return LLM(DEMO_MODEL, dtype="float32", check_integrity=True, **{"num_kv_blocks": 200, **engine_args})
+    engine_args = {"num_kv_blocks": 200, "num_threads": 1, **engine_args}
+    return LLM(DEMO_MODEL, dtype="float32", check_integrity=True, **engine_args)
 
 
 def _generate(llm: LLM, prompts: list[dict], params: SamplingParams) -> list[list]:
