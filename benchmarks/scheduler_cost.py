@@ -117,7 +117,8 @@ def main() -> None:
             cache = "on" if prefix_caching else "off"
             per_sequence = 1e3 * median / count
             print(
-                f"{count:9d}  {cache:>12}  {median:9.3f}  {high:6.3f}  {per_sequence:15.2f}  {growth:>6}  {1e3 * finish:21.1f}"
+                f"{count:9d}  {cache:>12}  {median:9.3f}  {high:6.3f}  {per_sequence:15.2f}  {growth:>6}"
+                f"  {1e3 * finish:21.1f}"
             )
             before = (count, median)
     print("growth: cost relative to the row above, divided by the growth in sequences (1.00: linear)")

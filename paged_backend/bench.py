@@ -23,6 +23,9 @@ def add_bench(commands: argparse._SubParsersAction) -> None:
     memory.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
     memory.add_argument("--png", type=Path, metavar="FILE", help="draw the results (needs matplotlib)")
     memory.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="run only these experiments, such as slots"
+    )
+    memory.add_argument(
         "--scale", type=_scale, default=1.0, metavar="X", help="multiply the number of requests (default: 1)"
     )
     memory.set_defaults(run=_memory)
@@ -43,4 +46,4 @@ def _memory(parsed: argparse.Namespace) -> int:
             "install it with `pip install -e .`"
         )
     sys.path.insert(0, str(root))
-    return importlib.import_module("benchmarks.memory.run").main(parsed.json, parsed.png, parsed.scale)
+    return importlib.import_module("benchmarks.memory.run").main(parsed.json, parsed.png, parsed.only, parsed.scale)

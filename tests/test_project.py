@@ -32,7 +32,7 @@ SOURCES = sorted(
 )
 # Distributions whose import name differs.
 IMPORT_NAMES = {"huggingface-hub": "huggingface_hub"}
-OURS = {"paged_backend", "paged_kernels", "tests"}
+OURS = {"paged_backend", "paged_kernels", "benchmarks", "tests"}
 # Imported only where torch brought the compiler, or by the server's stub process.
 NOT_DEPENDENCIES = {"triton", "triton_python_backend_utils"}
 

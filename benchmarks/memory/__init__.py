@@ -2,5 +2,5 @@
 
 Real: the scheduler, the block manager, the prefix cache, the beam search. Modelled: the time of a step (`cost`), the
 lengths of requests (`workload`), which continuations a beam search finds likely (`beams`), and the baselines' memory
-(`reservation`). No tensors, no torch. `python -m benchmarks.memory` runs everything, as `paged-backend bench memory` does.
+(`reservation`). No tensors, no torch. `paged-backend bench memory` runs everything.
 """

@@ -2,8 +2,8 @@
 
 OPT-13B in fp16 on one A100 with 40 GB, as in the paper's table 1: 26 GB of weights, 12 GB left for the KV cache. A step
 reads the weights once or is bound by arithmetic, whichever takes longer; it reads the KV cache of every sequence it
-computes; and it has a fixed cost. LLaMA-13B (shared prefixes) has the same sizes. Nothing here was fitted to the paper's
-results. Knows plans, no requests.
+computes; and it has a fixed cost. LLaMA-13B (shared prefixes) has the same sizes. Nothing here was fitted to what the
+paper found. Knows plans, no requests.
 """
 
 from __future__ import annotations

@@ -14,24 +14,28 @@ from benchmarks.memory.report import Table
 from benchmarks.memory.systems import LATENCY_LIMIT, PAGED, SYSTEMS
 
 BLUE, ORANGE, GREEN, GREY = "#2a6fbb", "#d9822b", "#3a8f5c", "#b8bfc6"
+MILLISECONDS = (10, 20, 50, 100, 200, 500)
 COLOURS = dict(zip(SYSTEMS, ("#8a8f98", GREEN, ORANGE, BLUE), strict=True))
 
 
 def draw(tables: dict[str, Table], path: Path) -> None:
     """Write the picture; the suffix of `path` chooses its format."""
-    figure = Figure(figsize=(15, 8.5), dpi=120, layout="constrained")
-    panels = figure.subplots(2, 3)
-    _slots(panels[0, 0], tables["slots"])
-    _rates(panels[0, 1], tables["rates"])
-    _sharing(panels[0, 2], tables["sharing"])
-    _prefixes(panels[1, 0], tables["prefixes"])
-    _block_sizes(panels[1, 1], tables["block_sizes"])
-    _preemption(panels[1, 2], tables["preemption"])
-    for panel in panels.flat:
+    panels = {
+        "slots": _slots,
+        "rates": _rates,
+        "sharing": _sharing,
+        "prefixes": _prefixes,
+        "block_sizes": _block_sizes,
+        "preemption": _preemption,
+    }
+    columns = min(3, len(tables))
+    lines = -(-len(tables) // columns)
+    figure = Figure(figsize=(5 * columns, 4.25 * lines), dpi=120, layout="constrained")
+    for place, (key, table) in enumerate(tables.items(), start=1):
+        panel = figure.add_subplot(lines, columns, place)
+        panels[key](panel, table)
         panel.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(
-        "PagedAttention's memory experiments on this scheduler and block manager (simulated 13B, A100 40 GB)"
-    )
+    figure.suptitle("PagedAttention's memory experiments (simulated 13B, A100 40 GB)")
     figure.savefig(path)
 
 
@@ -64,18 +68,13 @@ def _sharing(panel: Any, table: Table) -> None:
     for position, (kind, trace) in enumerate(PAPER_SHARING):
         for index, (width, colour) in enumerate(zip(WIDTHS, ("#9dc3ea", "#5c98d6", BLUE), strict=True)):
             saved = 100 * table.data[f"{kind} {trace} {width}"]["saved"]
-            panel.bar(
-                position + 0.26 * (index - 1),
-                saved,
-                0.24,
-                color=colour,
-                label=f"{width} outputs" if not position else None,
-            )
+            label = f"{width} outputs" if position == 0 else None
+            panel.bar(position + 0.26 * (index - 1), saved, 0.24, color=colour, label=label)
         low, high = (float(number) for number in re.findall(r"[\d.]+", PAPER_SHARING[kind, trace]))
-        label = "paper, 2 to 6" if not position else None
+        label = "paper, 2 to 6" if position == 0 else None
         panel.vlines(position, low, high, color="black", linewidth=2.5, label=label)
     ticks = [f"{kind}\n{NAMES[trace]}" for kind, trace in PAPER_SHARING]
-    panel.set_xticks(range(len(ticks)), ticks, fontsize=8)
+    panel.set_xticks(range(len(ticks)), ticks, fontsize=7)
     panel.set(title="Blocks saved by sharing", ylabel="% of blocks without sharing")
     panel.legend(fontsize=8)
 
@@ -97,9 +96,7 @@ def _block_sizes(panel: Any, table: Table) -> None:
         found = [table.data[f"{trace} {size}"] for size in BLOCK_SIZES]
         panel.plot(BLOCK_SIZES, [1e3 * item["latency"] for item in found], "o-", color=colour, label=NAMES[trace])
         waste.plot(BLOCK_SIZES, [100 * item["waste"] for item in found], "s:", color=colour, markersize=3)
-    panel.set_xscale("log", base=2)
-    panel.set_yscale("log")
-    panel.set_xticks(BLOCK_SIZES, [str(size) for size in BLOCK_SIZES])
+    _plain_ticks(panel)
     panel.set(title="Block size", xlabel="tokens per block", ylabel="ms per output token (solid)")
     waste.set(ylabel="% of allocated slots empty (dotted)", ylim=(0, 100))
     waste.spines["top"].set_visible(False)
@@ -111,9 +108,16 @@ def _preemption(panel: Any, table: Table) -> None:
     labels = ("recompute", "swap, a copy per block", "swap, a copy per run")
     for values, label, colour in zip(overheads, labels, (ORANGE, GREY, BLUE), strict=True):
         panel.plot(BLOCK_SIZES, values, "o-", color=colour, label=label, markersize=4)
-    panel.set_xscale("log", base=2)
-    panel.set_yscale("log")
-    panel.set_xticks(BLOCK_SIZES, [str(size) for size in BLOCK_SIZES])
+    _plain_ticks(panel)
     title = f"Losing and regaining {PREEMPTED_TOKENS} tokens"
     panel.set(title=title, xlabel="tokens per block", ylabel="ms")
     panel.legend(fontsize=8)
+
+
+def _plain_ticks(panel: Any) -> None:
+    """Block sizes against milliseconds, both logarithmic, with numbers written out."""
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    panel.set_xticks(BLOCK_SIZES, [str(size) for size in BLOCK_SIZES])
+    panel.set_yticks(MILLISECONDS, [str(number) for number in MILLISECONDS])
+    panel.minorticks_off()

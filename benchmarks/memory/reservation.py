@@ -1,13 +1,14 @@
 """Memory of systems without paging: one contiguous chunk of KV slots per request, reserved whole at admission.
 
 `ReservingManager` stands where the scheduler expects a `BlockManager`, so the same scheduler drives both; a "block" is
-one slot. Chunks come from a buddy allocator, as the PagedAttention paper assumes of Orca, under three policies: how many
-slots a request gets for a prompt and an output whose length is not known yet. One sequence per request; nothing can be
-shared, swapped or found in a cache. Knows lengths, no tokens.
+one slot. Chunks come from a buddy allocator, as the PagedAttention paper assumes of Orca, under three policies: how
+many slots a request gets for a prompt and an output whose length is not known yet. One sequence per request; nothing
+can be shared, swapped or found in a cache. Knows lengths, no tokens.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -50,7 +51,7 @@ class BuddyAllocator:
                 start += size
 
     def allocate(self, num_slots: int) -> int | None:
-        """The first slot of a chunk of at least `num_slots`, lowest address first; None if no free chunk is that large."""
+        """The first slot of a free chunk of at least `num_slots`, lowest address first; None if there is none."""
         wanted = next_power_of_two(num_slots)
         size = wanted
         while size in self._free and not self._free[size]:
@@ -153,7 +154,8 @@ class ReservingManager:
 
     def allocate(self, writes: Sequence[Write]) -> TableChanges | None:
         """Reserve a chunk for each sequence that has none, and enter the tokens; None if there is no chunk."""
-        changes, begun = TableChanges(), []
+        changes = TableChanges()
+        begun: list[int] = []
         for write in writes:
             chunk = self._chunks.get(write.seq_id)
             if chunk is None:
@@ -180,6 +182,6 @@ class ReservingManager:
         """Raise AssertionError unless chunks tile the slots and every sequence is inside its own."""
         self._allocator.check_integrity()
         held = sorted((chunk.start, chunk.start + chunk.reserved) for chunk in self._chunks.values())
-        for (_, end), (start, _) in zip(held, held[1:], strict=False):
+        for (_, end), (start, _) in itertools.pairwise(held):
             assert end <= start, "two requests share slots"
         assert all(chunk.used <= chunk.reserved for chunk in self._chunks.values())

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -16,13 +17,20 @@ from benchmarks.memory.report import Table
 from benchmarks.memory.systems import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from paged_backend.errors import ConfigError
 
-EXPERIMENTS = (load.slots, load.rates, blocks.sharing, load.prefixes, blocks.block_sizes, blocks.preemption)
+EXPERIMENTS = {
+    "slots": load.slots,
+    "rates": load.rates,
+    "sharing": blocks.sharing,
+    "prefixes": load.prefixes,
+    "block_sizes": blocks.block_sizes,
+    "preemption": blocks.preemption,
+}
 MAX_PROCESSES = 8
 
 
-def run_all(scale: float = 1.0, processes: int | None = None) -> list[Table]:
-    """All tables. `scale` multiplies the number of requests; results depend on it, and on nothing else."""
-    experiments = [experiment(scale) for experiment in EXPERIMENTS]
+def run_all(names: Sequence[str], scale: float = 1.0, processes: int | None = None) -> list[Table]:
+    """The tables of the experiments named. `scale` multiplies the number of requests; nothing else changes results."""
+    experiments = [EXPERIMENTS[name](scale) for name in names]
     # Fresh processes: a fork of a process with threads may hang.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes or min(MAX_PROCESSES, os.cpu_count() or 1), context) as pool:
@@ -33,12 +41,18 @@ def run_all(scale: float = 1.0, processes: int | None = None) -> list[Table]:
         ]
 
 
-def main(json_path: Path | None = None, png_path: Path | None = None, scale: float = 1.0) -> int:
-    """Run, print and write; returns the exit code.
+def main(
+    json_path: Path | None = None, png_path: Path | None = None, only: Sequence[str] = (), scale: float = 1.0
+) -> int:
+    """Run (all experiments, or `only` some), print and write; returns the exit code.
 
     Raises:
-        ConfigError: a file could not be written, or not be drawn; found out before the runs.
+        ConfigError: an experiment is not known, or a file could not be written; found out before the runs.
     """
+    unknown = sorted(set(only) - EXPERIMENTS.keys())
+    if unknown:
+        raise ConfigError(f"no experiment {unknown[0]!r}; there are: {', '.join(EXPERIMENTS)}")
+    only = only or list(EXPERIMENTS)
     for path in (json_path, png_path):
         if path is not None and not path.resolve().parent.is_dir():
             raise ConfigError(f"cannot write {path}: its directory does not exist")
@@ -46,12 +60,12 @@ def main(json_path: Path | None = None, png_path: Path | None = None, scale: flo
         raise ConfigError("--png needs matplotlib: pip install 'paged-backend[bench]'")
     started = time.monotonic()
     print(
-        f"Simulated: 13B parameters in fp16 on an A100 with 40 GB, {A100_13B.num_slots} KV slots, at most {MAX_NUM_SEQS} "
-        f"sequences and {MAX_NUM_BATCHED_TOKENS} tokens a step.\nScheduler, block manager and prefix cache are real; "
-        "see docs/memory.md.\n",
+        f"Simulated: 13B parameters in fp16 on an A100 with 40 GB, {A100_13B.num_slots} KV slots,\n"
+        f"at most {MAX_NUM_SEQS} sequences and {MAX_NUM_BATCHED_TOKENS} tokens a step.\n"
+        "Real: scheduler, block manager, prefix cache, beam search. See docs/memory.md.\n",
         flush=True,
     )
-    tables = run_all(scale)
+    tables = run_all(only, scale)
     for table in tables:
         print(table.as_text() + "\n")
     if json_path is not None:

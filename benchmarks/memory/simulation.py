@@ -165,9 +165,12 @@ class Simulation:
         )
 
     def _add(self, job: Job, index: int) -> None:
-        beams = {"temperature": 0.0, "use_beam_search": True, "beam_width": job.beam_width} if job.beam_width else {}
         end = len(job.prompt) + job.output_tokens
-        params = SamplingParams(max_tokens=job.output_tokens, **beams)
+        if job.beam_width:
+            width = job.beam_width
+            params = SamplingParams(temperature=0.0, use_beam_search=True, beam_width=width, max_tokens=end)
+        else:
+            params = SamplingParams(max_tokens=end)
         request = Request(
             str(index), job.prompt, params, seed=index, max_total_tokens=end, num_sequences=job.num_sequences
         )
