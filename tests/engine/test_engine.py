@@ -24,7 +24,12 @@ LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 @pytest.fixture
 def config(tiny_llama) -> EngineConfig:
     return EngineConfig(
-        model=str(tiny_llama), skip_tokenizer_init=True, dtype="float32", num_kv_blocks=64, check_integrity=True
+        model=str(tiny_llama),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        num_kv_blocks=64,
+        num_threads=1,
+        check_integrity=True,
     )
 
 
@@ -264,7 +269,7 @@ def test_an_idle_engine_uses_no_cpu(thread):
 
 
 def test_llm_text_stop_strings_and_eos():
-    with LLM(DEMO_MODEL, dtype="float32", num_kv_blocks=64) as llm:
+    with LLM(DEMO_MODEL, dtype="float32", num_kv_blocks=64, num_threads=1) as llm:
         greedy = SamplingParams(temperature=0, max_tokens=32)
         (output,) = llm.generate("The capital of France is", greedy, use_tqdm=False)
         text = output.outputs[0].text
@@ -295,7 +300,7 @@ def test_llm_text_stop_strings_and_eos():
 
 
 def test_interrupted_generate_leaves_nothing_behind(monkeypatch):
-    with LLM(DEMO_MODEL, dtype="float32", num_kv_blocks=64) as llm:
+    with LLM(DEMO_MODEL, dtype="float32", num_kv_blocks=64, num_threads=1) as llm:
         step = llm.engine.step
         calls = iter(range(100))
 
