@@ -27,6 +27,8 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._texts: dict[int, OutputText] = {}
+        # Log-probability of each output so far, of the sequences that asked for log-probabilities.
+        self._cumulative: dict[int, float] = {}
 
     def add(self, request: Request) -> None:
         """Start following a request."""
@@ -38,6 +40,7 @@ class OutputProcessor:
         """Forget a request."""
         for sequence in request.sequences:
             self._texts.pop(sequence.seq_id, None)
+            self._cumulative.pop(sequence.seq_id, None)
 
     def append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> SequenceDelta:
         """Add a sampled token; sets `sequence.finish` if it ends the sequence, and returns the delta."""
@@ -50,6 +53,8 @@ class OutputProcessor:
         text = ""
         if text_state is not None:
             text = self._append_text(sequence, token_id, text_state)
+        if logprobs is not None:
+            self._cumulative[sequence.seq_id] = self._cumulative.get(sequence.seq_id, 0.0) + logprobs.logprob
         return self._delta(sequence, [token_id], text, text_state, self._readable(token_id, logprobs))
 
     def end(self, sequence: Sequence, reason: FinishReason) -> SequenceDelta:
@@ -142,4 +147,5 @@ class OutputProcessor:
             stop_reason=finish.stop_reason if finish else None,
             request_finished=finish is not None and not sequence.request.live_sequences(),
             logprobs=logprobs,
+            cumulative_logprob=self._cumulative.get(sequence.seq_id),
         )

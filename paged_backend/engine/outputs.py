@@ -43,8 +43,9 @@ class SequenceDelta:
         stop_reason: the stop string or stop token id that ended it, else None.
         request_finished: true on the request's last delta, and only there.
         logprobs: per new token, the sampled and the most likely tokens; None if the request did not ask.
+        cumulative_logprob: log-probability of the output so far; None unless log-probabilities were asked for or it is
+            a beam search output.
         score: a beam search output's score, else None.
-        cumulative_logprob: a beam search output's log-probability, else None.
     """
 
     request_id: str
@@ -56,8 +57,8 @@ class SequenceDelta:
     stop_reason: str | int | None = None
     request_finished: bool = False
     logprobs: list[dict[int, Logprob]] | None = None
-    score: float | None = None
     cumulative_logprob: float | None = None
+    score: float | None = None
 
 
 @dataclass(slots=True)
@@ -85,10 +86,6 @@ class CompletionOutput:
         self.score = delta.score
         if delta.logprobs is not None:
             self.logprobs = (self.logprobs or []) + delta.logprobs
-            sampled = zip(delta.token_ids, delta.logprobs, strict=True)
-            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(
-                position[token_id].logprob for token_id, position in sampled
-            )
         if delta.cumulative_logprob is not None:
             self.cumulative_logprob = delta.cumulative_logprob
 

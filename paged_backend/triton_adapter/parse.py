@@ -7,6 +7,7 @@ of the model the engine's.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,8 +19,7 @@ from paged_backend.triton_adapter.tensors import LLM_OUTPUTS, RequestTensors
 
 _ALL_OUTPUTS = frozenset(spec.name for spec in LLM_OUTPUTS)
 # Output tensors computed only if the BOOL input `return_<name>` says so, as with the vLLM backend.
-_FLAGGED = ("finish_reason", "num_input_tokens", "num_output_tokens")
-_NOT_SERVED = ("logprobs", "cumulative_logprob")
+_FLAGGED = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
 TEXT_OUTPUTS = frozenset({"text_output", "text_window_ids", "text_window_spans"})
 # The server, its HTTP generate endpoint and its clients put these beside the parameters a client means for us.
 _RESERVED_PARAMETERS = frozenset(
@@ -73,7 +73,9 @@ def parse_request(request: Any, *, has_tokenizer: bool = True) -> ParsedRequest:
     prompt, field = _prompt(tensors)
     params = _sampling_params(tensors, request)
     stream = bool(tensors.boolean("stream"))
-    outputs = _outputs(tensors, request.requested_output_names(), is_text=field == "text_input")
+    outputs = _outputs(tensors, request.requested_output_names(), params, is_text=field == "text_input")
+    if "cumulative_logprob" in outputs and params.logprobs is None and not params.use_beam_search:
+        params = dataclasses.replace(params, logprobs=0)
     if not has_tokenizer and outputs & TEXT_OUTPUTS:
         name = min(outputs & TEXT_OUTPUTS)
         message = f"`{name}`: this engine runs without a tokenizer; request `output_ids` instead"
@@ -86,7 +88,7 @@ def parse_request(request: Any, *, has_tokenizer: bool = True) -> ParsedRequest:
 def stop_options(request: Any) -> ResponseOptions:
     """How a `stop` request is answered: one response that says nothing."""
     names = request.requested_output_names()
-    return ResponseOptions(False, _defaults(names, is_text=True) - {*_FLAGGED, *_NOT_SERVED})
+    return ResponseOptions(False, _defaults(names, is_text=True) - set(_FLAGGED))
 
 
 def _prompt(tensors: RequestTensors) -> tuple[str | list[int], str]:
@@ -120,13 +122,17 @@ def _prepend(tensors: RequestTensors, stream: bool) -> bool:
     return False
 
 
-def _outputs(tensors: RequestTensors, requested: Iterable[str], *, is_text: bool) -> frozenset[str]:
-    for name in _NOT_SERVED:
-        if tensors.boolean(f"return_{name}"):
-            field = f"return_{name}"
-            raise UnsupportedError(f"`{field}` is not supported: leave it out or set it to false", field=field)
+def _outputs(
+    tensors: RequestTensors, requested: Iterable[str], params: SamplingParams, *, is_text: bool
+) -> frozenset[str]:
     unwanted = {name for name in _FLAGGED if not tensors.boolean(f"return_{name}")}
-    return _defaults(requested, is_text=is_text) - unwanted - set(_NOT_SERVED)
+    outputs = _defaults(requested, is_text=is_text) - unwanted
+    if params.n > 1:
+        if "text_window_ids" in outputs:
+            # The stateless detokenizer makes one text of each response.
+            raise UnsupportedError("`n` > 1 is not supported in the ensemble: use the engine model", field="n")
+        outputs |= {"sequence_index"}
+    return outputs
 
 
 def _defaults(requested: Iterable[str], *, is_text: bool) -> frozenset[str]:

@@ -6,29 +6,33 @@ it knows no threads and sends nothing.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from paged_backend.engine.outputs import SequenceDelta, TextSpan
+from paged_backend.engine.outputs import Logprob, SequenceDelta, TextSpan
 from paged_backend.triton_adapter.parse import TEXT_OUTPUTS, ResponseOptions
 from paged_backend.triton_adapter.pb import pb_utils
 from paged_backend.triton_adapter.tensors import int_tensor, string_tensor
 
 _TOKEN_OUTPUTS = frozenset({"output_ids", "num_output_tokens"})
+_SAID_AT_THE_END = frozenset({"finish_reason", "logprobs", "cumulative_logprob"})
 
 
 class Chunk:
     """What a sequence gained since its last response: any number of deltas, in order."""
 
-    __slots__ = ("_texts", "finish_reason", "index", "spans", "token_ids")
+    __slots__ = ("_texts", "cumulative_logprob", "finish_reason", "index", "logprobs", "spans", "token_ids")
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.token_ids: list[int] = []
         self.spans: list[TextSpan] = []
         self.finish_reason: str | None = None
+        self.logprobs: list[dict[int, Logprob]] | None = None
+        self.cumulative_logprob: float | None = None
         self._texts: list[str] = []
 
     @property
@@ -44,6 +48,9 @@ class Chunk:
         if delta.span is not None:
             self.spans.append(delta.span)
         self.finish_reason = delta.finish_reason
+        self.cumulative_logprob = delta.cumulative_logprob
+        if delta.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + delta.logprobs
 
     def is_visible(self, options: ResponseOptions) -> bool:
         """Whether a streaming client would see something new.
@@ -58,7 +65,7 @@ class Chunk:
     def must_be_said(self, options: ResponseOptions) -> bool:
         """Whether the last chunk of a stream needs a response although `is_visible` says no: it then has no text, but
         the client asked for something else that it holds."""
-        if "finish_reason" in options.outputs:
+        if options.outputs & _SAID_AT_THE_END:
             return True
         return bool(self.token_ids and options.outputs & _TOKEN_OUTPUTS)
 
@@ -75,6 +82,10 @@ def build_response(chunks: Sequence[Chunk], options: ResponseOptions, num_input_
         "text_output": lambda name: string_tensor(name, [options.prefix + chunk.text for chunk in chunks]),
         # "None" while it goes on, as the vLLM backend says it.
         "finish_reason": lambda name: string_tensor(name, [str(chunk.finish_reason) for chunk in chunks]),
+        "cumulative_logprob": lambda name: pb_utils().Tensor(
+            name, np.array([chunk.cumulative_logprob or 0.0 for chunk in chunks], dtype=np.float32)
+        ),
+        "logprobs": lambda name: string_tensor(name, [_logprobs_json(chunk.logprobs) for chunk in chunks]),
         "num_input_tokens": lambda name: int_tensor(name, [num_input_tokens], np.uint32),
         "num_output_tokens": lambda name: int_tensor(name, [len(chunk.token_ids) for chunk in chunks], np.uint32),
         "output_ids": lambda name: int_tensor(name, [i for chunk in chunks for i in chunk.token_ids]),
@@ -85,6 +96,13 @@ def build_response(chunks: Sequence[Chunk], options: ResponseOptions, num_input_
     }
     names = [name for name in builders if name in options.outputs and (options.prefix or name != "text_prefix")]
     return pb_utils().InferenceResponse([builders[name](name) for name in names])
+
+
+def _logprobs_json(positions: list[dict[int, Logprob]] | None) -> str:
+    """The vLLM backend's form: a list of {token id: {logprob, rank, decoded_token}}, "null" if not asked for."""
+    if positions is None:
+        return "null"
+    return json.dumps([{token_id: p._asdict() for token_id, p in position.items()} for position in positions])
 
 
 def _spans(chunks: Sequence[Chunk]) -> list[TextSpan]:

@@ -50,7 +50,7 @@ CASES = {
     "stop_token_ids": ({}, '{"stop_token_ids": ["a"]}', "stop_token_ids"),
     "ignore_eos": ({}, '{"ignore_eos": "perhaps"}', "ignore_eos"),
     "unknown parameter": ({}, '{"max_token": 5}', "max_token"),
-    "several outputs": ({}, '{"n": 2}', "n"),
+    "no outputs": ({}, '{"n": 0}', "n"),
     "stop without an id": ({"stop": True}, None, "stop"),
 }
 

@@ -143,7 +143,34 @@ def test_http_generate_stream_has_no_empty_piece(served, model, prompt):
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)
-def test_unsupported_outputs_are_refused(served, model):
-    for flag in ("return_logprobs", "return_cumulative_logprob"):
-        answer = Call(served.grpc_url, model, {"text_input": "a", flag: True}, {"max_tokens": 1}).wait()
-        assert f"`{flag}` is not supported" in answer.error.message()
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_as_the_vllm_backend_gives_them(served, model, stream):
+    inputs = {
+        "text_input": "Once upon a time", "stream": stream, "return_logprobs": True, "return_cumulative_logprob": True
+    }  # fmt: skip
+    answer = Call(served.grpc_url, model, inputs, {"max_tokens": 3, "temperature": 0, "logprobs": 2}).wait()
+    assert answer.error is None
+    positions = [p for text in answer.joined("logprobs") for p in json.loads(text)]
+    assert len(positions) == 3
+    for position in positions:
+        best = min(position.values(), key=lambda item: item["rank"])
+        assert best["rank"] == 1
+        assert -20 < best["logprob"] < 0
+        assert isinstance(best["decoded_token"], str)
+    sampled = sum(max(p["logprob"] for p in position.values()) for position in positions)
+    assert answer.joined("cumulative_logprob")[-1] == pytest.approx(sampled, abs=1e-3)
+
+
+def test_several_outputs(served):
+    parameters = {"max_tokens": 6, "n": 3, "seed": 1, "ignore_eos": True}
+    inputs = {"text_input": "Once upon a time", "exclude_input_in_output": True}
+    whole = Call(served.grpc_url, "paged_llm", inputs, parameters).wait()
+    texts = [text.decode() for text in whole.joined("text_output")]
+    assert len(set(texts)) == 3
+    stream = Call(served.grpc_url, "paged_llm", {"text_input": "Once upon a time", "stream": True}, parameters).wait()
+    joined = ["", "", ""]
+    for text, index in zip(stream.joined("text_output"), stream.joined("sequence_index"), strict=True):
+        joined[index] += text.decode()
+    assert joined == texts
+    answer = Call(served.grpc_url, "paged_ensemble", inputs, parameters).wait()
+    assert "`n` > 1 is not supported in the ensemble" in answer.error.message()

@@ -113,10 +113,18 @@ def test_only_requested_and_flagged_outputs_are_computed():
     assert parsed.options.outputs == {"text_output", "output_ids"}
 
 
-@pytest.mark.parametrize("flag", ["return_logprobs", "return_cumulative_logprob"])
-def test_outputs_not_served_are_refused_only_when_asked_for(flag):
-    parse_request(Request(text_input="Hi", **{flag: False}))
-    assert refused(Request(text_input="Hi", **{flag: True}), UnsupportedError).field == flag
+def test_cumulative_log_probability_is_computed_when_asked_for():
+    assert parse_request(Request(text_input="Hi", return_cumulative_logprob=True)).params.logprobs == 0
+    both = Request(text_input="Hi", return_cumulative_logprob=True, sampling_parameters='{"logprobs": 4}')
+    assert parse_request(both).params.logprobs == 4
+    assert parse_request(Request(text_input="Hi", return_logprobs=True)).params.logprobs is None
+
+
+def test_several_outputs_carry_their_index_and_not_through_the_ensemble():
+    parameters = '{"n": 2}'
+    assert "sequence_index" in parse_request(Request(text_input="Hi", sampling_parameters=parameters)).options.outputs
+    windows = Request(input_ids=[1], sampling_parameters=parameters, outputs={"text_window_ids", "text_window_spans"})
+    assert refused(windows, UnsupportedError).field == "n"
 
 
 def test_text_outputs_need_a_tokenizer():
@@ -184,7 +192,7 @@ def test_malformed_json_names_the_tensor(text):
         ('{"stop": 3}', "stop"),
         ('{"stop_token_ids": "x"}', "stop_token_ids"),
         ('{"stop_token_ids": [1.5]}', "stop_token_ids"),
-        ('{"n": 2}', "n"),
+        ('{"n": 0}', "n"),
         ('{"max_token": 5}', "max_token"),
     ],
 )
