@@ -30,7 +30,7 @@ def draw(tables: dict[str, Table], path: Path) -> None:
     }
     columns = min(3, len(tables))
     lines = -(-len(tables) // columns)
-    figure = Figure(figsize=(5 * columns, 4.25 * lines), dpi=120, layout="constrained")
+    figure = Figure(figsize=(5 * columns, 4.25 * lines), dpi=90, layout="constrained")
     for place, (key, table) in enumerate(tables.items(), start=1):
         panel = figure.add_subplot(lines, columns, place)
         panels[key](panel, table)

@@ -15,6 +15,8 @@ import pytest
 from benchmarks.data import make_lengths
 from benchmarks.memory import blocks, load, run
 from benchmarks.memory.cost import A100_13B, StepCost
+from benchmarks.memory.plots import draw
+from benchmarks.memory.report import Table
 from benchmarks.memory.reservation import (
     BuddyAllocator,
     ReservingManager,
@@ -71,8 +73,8 @@ def test_a_reservation_is_all_or_nothing():
     assert manager.pool.num_free == 64
 
 
-def _policy() -> SchedulerPolicy:
-    return SchedulerPolicy(max_num_seqs=8, max_num_batched_tokens=64, enable_prefix_caching=False)
+def _policy(max_num_seqs: int = 8) -> SchedulerPolicy:
+    return SchedulerPolicy(max_num_seqs=max_num_seqs, max_num_batched_tokens=64, enable_prefix_caching=False)
 
 
 def _small_jobs() -> list[Job]:
@@ -122,7 +124,7 @@ def test_outputs_of_a_request_share_blocks(kind):
 
 
 def test_beams_are_sound_at_every_step():
-    simulation = Simulation(BlockManager(24, 4), _policy(), StepCost(), check=True)
+    simulation = Simulation(BlockManager(24, 4), _policy(18), StepCost(), check=True)
     outcome = simulation.run([Job(0.0, [0] * 9, 20, beam_width=3) for _ in range(6)])
     assert outcome.num_preemptions > 0
     assert outcome.num_copies > 0
@@ -161,15 +163,24 @@ def test_lengths_are_what_their_script_makes_and_have_the_stated_means(trace):
 
 def test_the_command_writes_json_and_png(tmp_path):
     numbers, picture = tmp_path / "memory.json", tmp_path / "memory.png"
-    command = [sys.executable, "-m", "paged_backend.cli", "bench", "memory", "--only", "slots", "sharing"]
+    command = [sys.executable, "-m", "paged_backend.cli", "bench", "memory", "--only", "slots"]
     command += ["--scale", "0.1", "--json", str(numbers), "--png", str(picture)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert "96.3 %" in done.stdout
     tables = json.loads(numbers.read_text())["tables"]
-    assert set(tables) == {"slots", "sharing"}
+    assert set(tables) == {"slots"}
     assert tables["slots"]["data"][PAGED]["held"] > 0.9
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_recorded_results_can_be_drawn(tmp_path):
+    recorded = json.loads((ROOT / "docs" / "memory.json").read_text())["tables"]
+    tables = {key: Table(**content) for key, content in recorded.items()}
+    assert list(tables) == list(run.EXPERIMENTS)
+    draw(tables, tmp_path / "all.png")
+    assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
+    assert all(row[0] in tables["slots"].as_text() for row in tables["slots"].rows)
 
 
 def test_mistakes_are_found_before_the_runs(tmp_path, monkeypatch):
