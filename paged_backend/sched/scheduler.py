@@ -142,6 +142,8 @@ class Scheduler:
         for request in list(self.running):
             if request.status is not RequestStatus.RUNNING:
                 return  # preempted for a more urgent one, as are all behind it
+            if self._plan_simple_decode(request, plan):
+                continue
             self._attach_siblings(request)
             work = self._next_work(request, plan)
             if not work:
@@ -150,6 +152,28 @@ class Scheduler:
             if changes is None:
                 return
             self._commit(request, work, changes, plan)
+
+    def _plan_simple_decode(self, request: Request, plan: SchedulerOutput) -> bool:
+        """The step of nearly all running requests, planned at a fraction of the general cost: one sequence, one missing
+        token, a slot for it in the sequence's last block. False, with nothing changed, if it is anything else."""
+        sequence = request.sequences[0]
+        seq_id, start = sequence.seq_id, sequence.num_computed_tokens
+        if (
+            len(request.sequences) > 1
+            or sequence.num_missing_tokens != 1
+            or self._budget(plan) < 1
+            or self.policy.sliding_window is not None
+            or seq_id not in self._worker_rows
+            or seq_id in self._told_tokens
+            or not self.blocks.is_writable(seq_id, start)
+        ):
+            return False
+        sequence.num_computed_tokens = start + 1
+        if sequence.num_computed_tokens % self.blocks.block_size == 0:
+            self.prefix_cache.register(sequence)
+        plan.scheduled.append(ScheduledSequence(seq_id, start, 1, (seq_id,)))
+        plan.num_scheduled_tokens += 1
+        return True
 
     def _schedule_waiting(self, plan: SchedulerOutput) -> None:
         """Admit waiting requests in order until budget, rows or blocks run out (the head never lets others pass)."""
@@ -222,8 +246,12 @@ class Scheduler:
 
     def _admit(self, request: Request, plan: SchedulerOutput) -> bool:
         """Start a new or recomputed request on what the cache has of it and free blocks; false if they do not do."""
-        leader = request.live_sequences()[0]
-        self._start_from_cache(leader, self.prefix_cache.find(leader))
+        leader, *siblings = request.live_sequences()
+        cached = self.prefix_cache.find(leader)
+        if siblings and self.policy.sliding_window is not None:
+            # From beyond the prompt, the leader's window would release what its siblings are still to share.
+            cached = cached[: request.num_prompt_tokens // self.blocks.block_size]
+        self._start_from_cache(leader, cached)
         work = self._next_work(request, plan)
         self._release_windows(work)
         changes = self.blocks.allocate(_writes(work))
