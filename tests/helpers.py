@@ -44,6 +44,7 @@ TINY_MODELS: dict[str, tuple[str, dict]] = {
     ),
     "llama_rope_llama3": ("LlamaConfig", {"rope_parameters": _LLAMA3_ROPE, "head_dim": 32}),
     "mistral": ("MistralConfig", {"sliding_window": None}),
+    "mistral_window": ("MistralConfig", {"sliding_window": 16}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
 }

@@ -3,7 +3,8 @@
 Contract: the decode rows of `ops.paged_attention`. One program per (sequence, kv head, split of the context);
 the query heads that share the kv head form the rows of its matrix products, padded to 16. With one split the
 program writes the output; with more it writes a normalised fp32 partial result and its log2-sum-exp2, which a
-second kernel combines (Flash-Decoding). The number of splits is chosen on the host from bounds known there.
+second kernel combines (Flash-Decoding). The number of splits is chosen on the host from bounds known there. With a
+sliding window (WINDOW > 0) the splits divide what is in it, from the tile that holds its first token on.
 """
 
 import torch
@@ -27,13 +28,15 @@ def decode_kernel(
     query, k_cache, v_cache, tables, lens, out, part_out, part_lse, scale, split_tokens,
     q_token, q_head, k_block, k_head, k_token, v_block, v_head, v_token, out_token, out_head, table_row,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     length = tl.load(lens + seq)
     start = split * split_tokens
+    if WINDOW > 0:
+        start += tl.maximum(length - WINDOW, 0) // TILE * TILE
     end = tl.minimum(length, start + split_tokens)
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
@@ -48,7 +51,10 @@ def decode_kernel(
     for t in range(start, end, TILE):
         k_rows = token_pointers(k_cache, ids, t, head, k_block, k_head, k_token, PAGE, TILE)
         v_rows = token_pointers(v_cache, ids, t, head, v_block, v_head, v_token, PAGE, TILE)
-        loaded = t + tl.arange(0, TILE) < end
+        tokens = t + tl.arange(0, TILE)
+        loaded = tokens < end
+        if WINDOW > 0:
+            loaded = loaded & (tokens >= length - WINDOW)
         acc, row_max, row_sum = attend_tile(
             acc, row_max, row_sum, q, k_rows, v_rows, dims, loaded, loaded[None, :], scale,
             HEAD_DIM, BLOCK_D, True, True,
@@ -102,15 +108,15 @@ def combine_kernel(
 
 
 def settings(
-    *, group: int, head_dim: int, page: int, split: bool, element_size: int, capability: int
+    *, group: int, head_dim: int, page: int, split: bool, element_size: int, capability: int, window: int = 0
 ) -> tuple[dict, dict]:
-    """(constexpr arguments, compile options) of decode_kernel; the compile gate builds the same."""
+    """(constexpr arguments, compile options) of decode_kernel; the compile gate builds the same. Window 0: none."""
     block_m = max(16, triton.next_power_of_2(group))
     tiles, options = launch_settings(
         head_dim=head_dim, block_m=block_m, element_size=element_size, capability=capability, tile=64, stages=3
     )
     constants = {"GROUP": group, "HEAD_DIM": head_dim, "PAGE": page, "SPLIT": split, "BLOCK_M": block_m}
-    return {**constants, **tiles}, options
+    return {**constants, **tiles, "WINDOW": window}, options
 
 
 def combine_settings(head_dim: int) -> tuple[dict, dict]:
@@ -135,19 +141,21 @@ def decode_attention(
     scale: float,
     max_seq_len: int,
     splits: int,
+    window: int = 0,
     capability: int,
     out: torch.Tensor,
 ) -> None:
-    """query, out: [num_seqs, num_q_heads, head_dim], row i belonging to sequence i; writes out."""
+    """query, out: [num_seqs, num_q_heads, head_dim], row i belonging to sequence i; writes out. Window 0: none."""
     num_seqs, q_heads, head_dim = query.shape
     heads, page = k_cache.shape[1], k_cache.shape[2]
     constants, options = settings(
         group=q_heads // heads, head_dim=head_dim, page=page, split=splits > 1,
-        element_size=query.element_size(), capability=capability,
+        element_size=query.element_size(), capability=capability, window=window,
     )  # fmt: skip
     # Whole tiles per split; rounding up may leave fewer splits than asked for.
     tile = constants["TILE"]
-    split_tokens = triton.cdiv(triton.cdiv(max(1, max_seq_len), splits), tile) * tile
+    longest = min(max_seq_len, window + tile - 1) if window else max_seq_len
+    split_tokens = triton.cdiv(triton.cdiv(max(1, longest), splits), tile) * tile
     part_out = part_lse = out  # not touched when there is one split
     if splits > 1:
         part_out = torch.empty(num_seqs, q_heads, splits, head_dim, dtype=torch.float32, device=out.device)

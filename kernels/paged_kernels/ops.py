@@ -181,6 +181,7 @@ def paged_attention(
     max_query_len: int,
     max_seq_len: int,
     backend: str,
+    window: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of a ragged batch of queries over their sequences' cached keys and values.
@@ -191,6 +192,9 @@ def paged_attention(
     query token each. max_query_len and max_seq_len bound this batch's lengths (host integers; nothing here
     waits for the device). Returns out [total_q, num_q_heads, head_dim]; rows of sequences with seq_len 0 and
     rows past query_start_loc[-1] are zeros.
+    window: a query sees the last `window` positions up to its own, itself included (Mistral's sliding window);
+    None: all. Blocks wholly before the window of a sequence's first query here are not read: their table entries
+    may be anything.
     Raises ValueError naming the argument at fault.
     """
     _check_caches(k_cache, v_cache, query)
@@ -200,6 +204,8 @@ def paged_attention(
         _fail("max_query_len", "must not be negative")
     if max_seq_len < 0:
         _fail("max_seq_len", "must not be negative")
+    if window is not None and window < 1:
+        _fail("window", f"must be at least 1, the token itself, or None; not {window}")
     module = _implementation(backend, query.dtype, query.device)
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -209,7 +215,7 @@ def paged_attention(
         return out.zero_()
     module.paged_attention(
         query, k_cache, v_cache, block_tables, seq_lens, query_start_loc,
-        scale, num_decodes, max_query_len, max_seq_len, out,
+        scale, num_decodes, max_query_len, max_seq_len, window, out,
     )  # fmt: skip
     return out
 
@@ -222,8 +228,9 @@ def warmup(
     block_size: int,
     dtype: torch.dtype,
     backend: str,
+    window: int | None = None,
 ) -> None:
-    """Compile what a model of these sizes will use, so that no request waits for a compiler.
+    """Compile what a model of these sizes and attention window will use, so that no request waits for a compiler.
 
     Runs every kernel once on a tiny cache, on the current CUDA device for `triton` unless interpreted.
     Raises ValueError for an unknown backend or an unsupported dtype.
@@ -243,4 +250,5 @@ def warmup(
             rows, k_cache, v_cache,
             torch.ones(3, 2, **ints), torch.tensor([1, 1, 2], **ints), torch.tensor([0, 1, 2, 4], **ints),
             scale=1.0, num_decodes=2, max_query_len=longest_query, max_seq_len=longest, backend=backend,
+            window=window,
         )  # fmt: skip

@@ -6,6 +6,12 @@ are the tile's tokens times the query heads that share the kv head. Keys are wal
     position  0 ........................ first row ...... last row
               |-- whole tiles, no mask --|-- diagonal: mask --|
 
+With a sliding window (WINDOW > 0) they start at the tile of the first token that the first row sees, and those
+that some rows see only in part are masked as well:
+
+    position  first row's window ... last row's window ........ first row ...... last row
+              |------- head: mask -------|-- whole tiles, no mask --|-- diagonal: mask --|
+
 The host does not know how the tiles fall (that would mean waiting for the device), so the grid is a bound and
 each program finds its sequence by binary search: sequence i starts at tile starts[i] // BLOCK_Q + i, which
 leaves every sequence room for its last, partial tile. Query rows past the last sequence count as one more
@@ -38,18 +44,26 @@ def find_sequence(starts, first, num_seqs, tile, BLOCK_Q: tl.constexpr):
 @triton.jit
 def attend_range(
     acc, row_max, row_sum, q, ids, begin, stop, end, positions, scale, k_cache, v_cache, table, head,
-    k_block, k_head, k_token, v_block, v_head, v_token,
+    k_block, k_head, k_token, v_block, v_head, v_token, oldest,
     HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, MASK: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Tiles begin .. stop of the context. `ids` are the pages at `begin`; returns those at `stop` as well."""
+    """Tiles begin .. stop of the context, of which tokens oldest .. end are there; masks only if MASK.
+
+    `ids` are the pages at `begin`; returns those at `stop` as well.
+    """
     dims = tl.arange(0, BLOCK_D)
     for t in range(begin, stop, TILE):
         k_rows = token_pointers(k_cache, ids, t, head, k_block, k_head, k_token, PAGE, TILE)
         v_rows = token_pointers(v_cache, ids, t, head, v_block, v_head, v_token, PAGE, TILE)
         tokens = t + tl.arange(0, TILE)
+        loaded = tokens < end
+        visible = tokens[None, :] <= positions[:, None]
+        if WINDOW > 0:
+            loaded = loaded & (tokens >= oldest)
+            visible = visible & (tokens[None, :] > positions[:, None] - WINDOW)
         acc, row_max, row_sum = attend_tile(
-            acc, row_max, row_sum, q, k_rows, v_rows, dims, tokens < end, tokens[None, :] <= positions[:, None],
-            scale, HEAD_DIM, BLOCK_D, MASK, MASK,
+            acc, row_max, row_sum, q, k_rows, v_rows, dims, loaded, visible, scale, HEAD_DIM, BLOCK_D, MASK, MASK,
         )  # fmt: skip
         ids = page_ids(table, t + TILE, end, PAGE, TILE)
     return acc, row_max, row_sum, ids
@@ -64,7 +78,7 @@ def prefill_kernel(
     query, k_cache, v_cache, tables, lens, starts, out, scale, num_seqs, first_row, total_q,
     q_token, q_head, k_block, k_head, k_token, v_block, v_head, v_token, out_token, out_head, table_row,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     # Last tiles first: they have the longest contexts.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -95,14 +109,29 @@ def prefill_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
         row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-        ids = page_ids(table, 0, end, PAGE, TILE)
+        oldest = 0
+        unmasked = 0
+        if WINDOW > 0:
+            oldest = tl.maximum(first - WINDOW + 1, 0)
+            begin = oldest // TILE * TILE
+            unmasked = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), TILE) * TILE, whole)
+            ids = page_ids(table, begin, end, PAGE, TILE)
+            acc, row_max, row_sum, ids = attend_range(
+                acc, row_max, row_sum, q, ids, begin, unmasked, end, first + tokens, scale, k_cache, v_cache, table,
+                head, k_block, k_head, k_token, v_block, v_head, v_token, oldest,
+                HEAD_DIM, PAGE, BLOCK_D, TILE, True, WINDOW,
+            )  # fmt: skip
+        else:
+            ids = page_ids(table, 0, end, PAGE, TILE)
         acc, row_max, row_sum, ids = attend_range(
-            acc, row_max, row_sum, q, ids, 0, whole, end, first + tokens, scale, k_cache, v_cache, table, head,
-            k_block, k_head, k_token, v_block, v_head, v_token, HEAD_DIM, PAGE, BLOCK_D, TILE, False,
+            acc, row_max, row_sum, q, ids, unmasked, whole, end, first + tokens, scale, k_cache, v_cache, table, head,
+            k_block, k_head, k_token, v_block, v_head, v_token, oldest,
+            HEAD_DIM, PAGE, BLOCK_D, TILE, False, WINDOW,
         )  # fmt: skip
         acc, row_max, row_sum, ids = attend_range(
             acc, row_max, row_sum, q, ids, whole, end, end, first + tokens, scale, k_cache, v_cache, table, head,
-            k_block, k_head, k_token, v_block, v_head, v_token, HEAD_DIM, PAGE, BLOCK_D, TILE, True,
+            k_block, k_head, k_token, v_block, v_head, v_token, oldest,
+            HEAD_DIM, PAGE, BLOCK_D, TILE, True, WINDOW,
         )  # fmt: skip
         acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
         at = token_at[:, None] * out_token + heads[:, None] * out_head + dims[None, :]
@@ -110,9 +139,9 @@ def prefill_kernel(
 
 
 def settings(
-    *, group: int, head_dim: int, page: int, max_query_len: int, element_size: int, capability: int
+    *, group: int, head_dim: int, page: int, max_query_len: int, element_size: int, capability: int, window: int = 0
 ) -> tuple[dict, dict]:
-    """(constexpr arguments, compile options) of prefill_kernel; the compile gate builds the same.
+    """(constexpr arguments, compile options) of prefill_kernel; the compile gate builds the same. Window 0: none.
 
     Fewer rows for short chunks and for wide heads, and on sm_80 smaller tiles for wide heads: what is held in
     registers (accumulator, scores, on sm_80 the operands too) must not spill.
@@ -127,7 +156,7 @@ def settings(
         tile=32 if narrow else 64, stages=3,
     )  # fmt: skip
     constants = {"GROUP": group, "HEAD_DIM": head_dim, "PAGE": page, "BLOCK_Q": block_m // group}
-    return {**constants, "BLOCK_M": block_m, **tiles}, options
+    return {**constants, "BLOCK_M": block_m, **tiles, "WINDOW": window}, options
 
 
 def prefill_attention(
@@ -141,19 +170,20 @@ def prefill_attention(
     scale: float,
     first_row: int,
     max_query_len: int,
+    window: int = 0,
     capability: int,
     out: torch.Tensor,
 ) -> None:
     """Rows first_row.. of query and out [total_q, num_q_heads, head_dim], which the sequences given share.
 
-    query_start_loc [num_seqs + 1] starts at first_row; rows behind its last entry become zeros.
+    query_start_loc [num_seqs + 1] starts at first_row; rows behind its last entry become zeros. Window 0: none.
     """
     total_q, q_heads, head_dim = query.shape
     heads, page = k_cache.shape[1], k_cache.shape[2]
     num_seqs = seq_lens.shape[0]
     constants, options = settings(
         group=q_heads // heads, head_dim=head_dim, page=page, max_query_len=max_query_len,
-        element_size=query.element_size(), capability=capability,
+        element_size=query.element_size(), capability=capability, window=window,
     )  # fmt: skip
     tiles = (total_q - first_row) // constants["BLOCK_Q"] + num_seqs + 1
     prefill_kernel[(tiles, heads)](

@@ -23,11 +23,12 @@ def write_kv(
     v_cache[blocks, :, offsets] = value[used]
 
 
-def gather(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:
-    """The first `length` positions of one sequence: [num_kv_heads, length, head_dim]."""
-    pages = -(-length // cache.shape[2])
-    blocks = cache[block_table[:pages].long()]  # [pages, heads, block_size, head_dim]
-    return blocks.transpose(0, 1).flatten(1, 2)[:, :length]
+def gather(cache: torch.Tensor, block_table: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """Positions start .. end of one sequence, from the pages that hold them: [num_kv_heads, end - start, head_dim]."""
+    block_size = cache.shape[2]
+    first, last = start // block_size, -(-end // block_size)
+    blocks = cache[block_table[first:last].long()]  # [pages, heads, block_size, head_dim]
+    return blocks.transpose(0, 1).flatten(1, 2)[:, start - first * block_size : end - first * block_size]
 
 
 def paged_attention(
@@ -41,6 +42,7 @@ def paged_attention(
     num_decodes: int,
     max_query_len: int,
     max_seq_len: int,
+    window: int | None,
     out: torch.Tensor,
 ) -> None:
     """See `ops.paged_attention`; writes every row of out. The host-side bounds are not needed here."""
@@ -51,11 +53,16 @@ def paged_attention(
         begin, end = starts[i], starts[i + 1]
         if length <= 0 or begin == end:
             continue
-        keys = gather(k_cache, block_tables[i], length).float().repeat_interleave(group, 0)
-        values = gather(v_cache, block_tables[i], length).float().repeat_interleave(group, 0)
+        own = torch.arange(length - (end - begin), length, device=query.device)
+        # What is before the first query's window may be gone: masking its scores would not keep a NaN value out.
+        seen = 0 if window is None else max(0, length - (end - begin) - window + 1)
+        keys = gather(k_cache, block_tables[i], seen, length).float().repeat_interleave(group, 0)
+        values = gather(v_cache, block_tables[i], seen, length).float().repeat_interleave(group, 0)
         rows = query[begin:end].float().transpose(0, 1)  # [heads, q_len, head_dim]
         scores = rows @ keys.transpose(1, 2) * scale
-        positions = torch.arange(length, device=query.device)
-        own = length - (end - begin) + torch.arange(end - begin, device=query.device)
-        scores = scores.masked_fill(positions[None, None] > own[None, :, None], float("-inf"))
+        positions = torch.arange(seen, length, device=query.device)
+        hidden = positions[None] > own[:, None]
+        if window is not None:
+            hidden |= positions[None] <= own[:, None] - window
+        scores = scores.masked_fill(hidden[None], float("-inf"))
         out[begin:end] = (scores.softmax(-1) @ values).transpose(0, 1).to(out.dtype)

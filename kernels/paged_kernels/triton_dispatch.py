@@ -35,21 +35,23 @@ def paged_attention(
     num_decodes: int,
     max_query_len: int,
     max_seq_len: int,
+    window: int | None,
     out: torch.Tensor,
 ) -> None:
-    """See `ops.paged_attention`."""
+    """See `ops.paged_attention`. To the kernels a window of 0 is none."""
     capability, multiprocessors = _device(query.device)
-    n, num_seqs = num_decodes, seq_lens.shape[0]
+    n, num_seqs, window = num_decodes, seq_lens.shape[0], window or 0
     if n:
-        splits = choose_splits(n, k_cache.shape[1], max_seq_len, multiprocessors)
+        longest = min(max_seq_len, window) if window else max_seq_len
+        splits = choose_splits(n, k_cache.shape[1], longest, multiprocessors)
         decode_attention(
             query[:n], k_cache, v_cache, block_tables[:n], seq_lens[:n],
-            scale=scale, max_seq_len=max_seq_len, splits=splits, capability=capability, out=out[:n],
+            scale=scale, max_seq_len=max_seq_len, splits=splits, window=window, capability=capability, out=out[:n],
         )  # fmt: skip
     if n < num_seqs:
         prefill_attention(
             query, k_cache, v_cache, block_tables[n:], seq_lens[n:], query_start_loc[n:],
-            scale=scale, first_row=n, max_query_len=max_query_len, capability=capability, out=out,
+            scale=scale, first_row=n, max_query_len=max_query_len, window=window, capability=capability, out=out,
         )  # fmt: skip
     elif n < query.shape[0]:
         out[n:].zero_()

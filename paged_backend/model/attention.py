@@ -49,6 +49,7 @@ class PagedAttention(nn.Module):
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
+        self.window = config.sliding_window
         self.eps = config.rms_norm_eps
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.qkv_weight = nn.Parameter(torch.empty(q_size + 2 * kv_size, config.hidden_size))
@@ -98,5 +99,6 @@ class PagedAttention(nn.Module):
             max_query_len=metadata.max_query_len,
             max_seq_len=metadata.max_seq_len,
             backend=metadata.backend,
+            window=self.window,
         )
         return functional.linear(attended.reshape(tokens, heads * self.head_dim), self.o_weight, self.o_bias)

@@ -1,11 +1,13 @@
 """`ModelConfig`: the dimensions and variants of a Llama-family decoder, read from config.json or GGUF metadata.
 
-Says early, by name, what this build does not do: other architectures, activations, RoPE kinds, quantised directories.
+Says early, by name, what this build does not do: other architectures, activations, RoPE kinds, windows in some layers
+only, quantised directories.
 Knows no torch and no weights. Defaults for keys a config.json leaves out are transformers' for that architecture.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +63,8 @@ class RopeConfig:
 class ModelConfig:
     """A Llama-family decoder.
 
-    `sliding_window` is the number of tokens a query sees, itself included; None when it sees them all. The bias and
-    norm flags say which optional weights exist.
+    `sliding_window` is the number of tokens a query sees, itself included; None when it sees them all. With
+    `mixed_windows` it may hold in some layers only. The bias and norm flags say which optional weights exist.
     """
 
     architecture: str
@@ -82,6 +84,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
+    mixed_windows: bool = False
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -93,6 +96,11 @@ class ModelConfig:
         if self.num_heads % self.num_kv_heads:
             raise ModelLoadError(
                 f"the model's {self.num_heads} heads do not divide into {self.num_kv_heads} KV heads", field="model"
+            )
+        window = self.sliding_window
+        if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+            raise ModelLoadError(
+                f"the model's sliding_window must be a positive integer, got {window!r}", field="model"
             )
         if self.head_dim % 2:
             raise ModelLoadError(f"the model's head_dim ({self.head_dim}) must be even for RoPE", field="model")
@@ -107,20 +115,27 @@ class ModelConfig:
             vocab_size=self.vocab_size,
             max_position=self.max_position,
             eos_token_ids=self.eos_token_ids,
+            sliding_window=self.sliding_window,
         )
 
-    def check_context(self, max_model_len: int) -> None:
-        """Refuse contexts in which a sliding window would matter, which this build does not do.
+    def for_context(self, max_model_len: int) -> ModelConfig:
+        """The model as it is with sequences of at most `max_model_len` tokens: a window they fit in is none.
 
         Raises:
-            UnsupportedError: sequences of `max_model_len` tokens reach beyond the window.
+            UnsupportedError: they reach beyond a window that holds in some layers only.
         """
-        if self.sliding_window is not None and self.sliding_window < max_model_len:
+        if self.sliding_window is None:
+            return self
+        if self.sliding_window >= max_model_len:
+            return dataclasses.replace(self, sliding_window=None, mixed_windows=False)
+        if self.mixed_windows:
             raise UnsupportedError(
-                f"the model attends through a sliding window of {self.sliding_window} tokens, which is not supported "
-                f"for sequences of up to {max_model_len}; set `max_model_len` to at most {self.sliding_window}",
+                f"a sliding window of {self.sliding_window} tokens in some layers only (`layer_types`, "
+                f"`max_window_layers`) is not supported for sequences of up to {max_model_len}; set `max_model_len` "
+                f"to at most {self.sliding_window}",
                 field="max_model_len",
             )
+        return self
 
 
 def read_model_config(source: ModelSource, gguf: GGUFFile | None = None) -> ModelConfig:
@@ -151,6 +166,7 @@ def _from_json(source: ModelSource, written: dict[str, Any]) -> ModelConfig:
     _require_silu(values.get("hidden_act", "silu"))
     heads, hidden = _need(values, "num_attention_heads"), _need(values, "hidden_size")
     qwen2 = architecture == "Qwen2ForCausalLM"
+    window, mixed_windows = _window(architecture, values)
     attention_bias = bool(values.get("attention_bias", False)) and architecture != "MistralForCausalLM"
     return ModelConfig(
         architecture=architecture,
@@ -169,7 +185,8 @@ def _from_json(source: ModelSource, written: dict[str, Any]) -> ModelConfig:
         o_bias=attention_bias and not qwen2,
         mlp_bias=bool(values.get("mlp_bias", False)) and architecture == "LlamaForCausalLM",
         qk_norm=architecture == "Qwen3ForCausalLM",
-        sliding_window=_window(architecture, values),
+        sliding_window=window,
+        mixed_windows=mixed_windows,
         eos_token_ids=find_eos_token_ids(source),
     )
 
@@ -187,16 +204,21 @@ def _architecture(values: dict[str, Any]) -> str:
     )
 
 
-def _window(architecture: str, values: dict[str, Any]) -> int | None:
-    if architecture == "MistralForCausalLM":
-        return values.get("sliding_window")
-    if architecture == "LlamaForCausalLM" or not values.get("use_sliding_window", False):
-        return None
-    # Qwen's windows begin at layer `max_window_layers`.
+def _window(architecture: str, values: dict[str, Any]) -> tuple[int | None, bool]:
+    """(the window, whether some layers have none)."""
     types = values.get("layer_types")
-    first = values.get("max_window_layers", 28)
-    windowed = "sliding_attention" in types if types else first < values["num_hidden_layers"]
-    return values.get("sliding_window", 4096) if windowed else None
+    if architecture == "MistralForCausalLM":
+        # transformers' class windows every layer whatever `layer_types` says, but such a file was meant otherwise.
+        return values.get("sliding_window"), "full_attention" in (types or ())
+    if architecture == "LlamaForCausalLM" or not values.get("use_sliding_window", False):
+        return None, False
+    if not types:
+        # Qwen's windows begin at layer `max_window_layers`.
+        layers, first = _need(values, "num_hidden_layers"), _need(values, "max_window_layers")
+        types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
+    if "sliding_attention" not in types:
+        return None, False
+    return values.get("sliding_window", 4096), "full_attention" in types
 
 
 def _rope_from_json(values: dict[str, Any]) -> RopeConfig:
@@ -266,6 +288,8 @@ def _from_gguf(source: ModelSource, gguf: GGUFFile) -> ModelConfig:
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
         sliding_window=values.get("attention.sliding_window") or None,
+        # Only Mistral, whose files say llama, has its window in every layer; Qwen's layers are not listed in the file.
+        mixed_windows=kind != "llama" or "attention.sliding_window_pattern" in values,
         eos_token_ids=find_eos_token_ids(source, gguf),
     )
 

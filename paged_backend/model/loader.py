@@ -58,7 +58,7 @@ def load_model(
     """
     gguf = read_gguf(source.path) if source.is_gguf else None
     config = read_model_config(source, gguf)
-    config.check_context(max_model_len or config.max_position)
+    config = config.for_context(max_model_len or config.max_position)
     weights: _Weights = _SafetensorsWeights(source.path) if gguf is None else _GGUFWeights(gguf, config)
     try:
         with torch.device(device), _default_dtype(dtype):

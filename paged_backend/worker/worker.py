@@ -49,7 +49,7 @@ class Worker:
         config: as the user wrote it; what is open in it is decided here.
 
     Attributes:
-        shape: the model's dimensions.
+        shape: the model's dimensions; its sliding window only if sequences can exceed it.
         resolved: the configuration with nothing left open.
         num_host_blocks: usable blocks of the swap space.
         preemption_costs: measured seconds to recompute a token and to move a block to the host or back; 0.0 and 0.0
@@ -68,15 +68,17 @@ class Worker:
         backend = resolve_backend(config.attention_backend, self._device, dtype)
         threads = use_threads(config)
         # Checked against the small files first: a wrong argument should not cost a load.
-        self.shape: ModelShape = read_model_config(source).shape
+        read = read_model_config(source)
         partial = config.resolve(
-            self.shape,
+            read.shape,
             device=self._device.type,
             dtype=dtype,
             num_kv_blocks=config.num_kv_blocks or 1,
             block_size=config.block_size or _BLOCK_SIZES[self._device.type],
         )
         partial = dataclasses.replace(partial, attention_backend=backend, num_threads=threads)
+        assert partial.max_model_len, "resolve() sets it"
+        self.shape: ModelShape = read.for_context(partial.max_model_len).shape
         torch_dtype = TORCH_DTYPES[dtype]
         model = load_model(source, dtype=torch_dtype, device=self._device, max_model_len=partial.max_model_len)
         loaded = time.monotonic()
@@ -171,6 +173,7 @@ def _warm_up_kernels(model: Decoder, config: EngineConfig, dtype: torch.dtype) -
         block_size=config.block_size,
         dtype=dtype,
         backend=config.attention_backend,
+        window=model.config.sliding_window,
     )
 
 

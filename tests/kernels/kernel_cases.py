@@ -82,6 +82,49 @@ def long_batch(page, dim, group, dtype, length=1500):
     return {**batch, "num_decodes": 4}
 
 
+def window_sizes(page):
+    """One token, less than a page, a page, one more, several pages, and more than any context."""
+    return (1, page - 3, page, page + 1, 3 * page, 10_000)
+
+
+def windowed(batch, window):
+    """The batch with that window, and with what no query of it sees any more taken away.
+
+    Blocks wholly before the window of a sequence's first query are filled with NaN; every other sequence has lost
+    their ids too. Only for batches whose sequences share no blocks.
+    """
+    page = batch["k_cache"].shape[2]
+    starts = batch["query_start_loc"].tolist()
+    for i, length in enumerate(batch["seq_lens"].tolist()):
+        gone = max(0, length - (starts[i + 1] - starts[i]) - window + 1) // page
+        table = batch["block_tables"][i, :gone]
+        for cache in (batch["k_cache"], batch["v_cache"]):
+            cache[table.long()] = float("nan")
+        if i % 2:
+            table.fill_(GARBAGE)
+    return {**batch, "window": window}
+
+
+def window_batch(page, dim, group, dtype, window):
+    """Decodes and ragged chunks around multiples of a page, as `windowed` leaves them."""
+    decodes = [0, 1, page, page + 1, 2 * page, 4 * page + 3, 5 * page - 1]
+    chunks = [(page, page), (1, 3 * page), (0, page), (page + 1, 3 * page + 1), (5, 5 * page + 2), (3, 0)]
+    chunks += [(2 * page + 3, 2 * page + 3), (7, 4 * page + 5)]
+    batch = make_batch(
+        decodes + [length for _, length in chunks], [1] * len(decodes) + [rows for rows, _ in chunks],
+        heads=2 if group < 7 else 1, group=group, dim=dim, page=page, dtype=dtype, seed=window, padding=2,
+    )  # fmt: skip
+    return {**windowed(batch, window), "num_decodes": len(decodes)}
+
+
+def long_window_batch(page, dtype, window):
+    """Contexts and windows long enough to be split, and a chunk of several tiles far into a context."""
+    batch = make_batch(
+        [1500, 3, 0, 1100, 1493], [1, 1, 1, 1, 150], heads=1, group=3, dim=64, page=page, dtype=dtype, seed=5
+    )
+    return {**windowed(batch, window), "num_decodes": 4}
+
+
 def to_device(batch, device):
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 

@@ -110,7 +110,7 @@ def test_bad_values_are_named(read, changes, named):
                 "architectures": ["Qwen2ForCausalLM"],
                 "sliding_window": 128,
                 "use_sliding_window": True,
-                "max_window_layers": 1,
+                "max_window_layers": 0,
             },
             128,
         ),
@@ -119,11 +119,32 @@ def test_bad_values_are_named(read, changes, named):
 )
 def test_sliding_windows(read, changes, window):
     config = read(num_key_value_heads=2, **changes)
-    assert config.sliding_window == window
+    assert config.shape.sliding_window == window
     if window is not None:
-        config.check_context(window)
-        with pytest.raises(UnsupportedError, match=f"`max_model_len` to at most {window}"):
-            config.check_context(window + 1)
+        assert config.for_context(window).shape.sliding_window is None
+        assert config.for_context(window + 1).shape.sliding_window == window
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_window_layers": 1},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        {"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention", "sliding_attention"]},
+    ],
+)
+def test_windows_in_some_layers_are_refused_where_they_matter(read, changes):
+    written = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 128, "use_sliding_window": True, **changes}
+    config = read(num_key_value_heads=2, **written)
+    assert config.for_context(128).shape.sliding_window is None
+    with pytest.raises(UnsupportedError, match=r"window of 128 tokens in some layers only .*to at most 128"):
+        config.for_context(129)
+
+
+@pytest.mark.parametrize("window", [-1, 0, 2.5, True, "16"])
+def test_bad_windows_are_named(read, window):
+    with pytest.raises(ModelLoadError, match="sliding_window must be a positive integer"):
+        read(architectures=["MistralForCausalLM"], num_key_value_heads=2, sliding_window=window)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import transformers
 from helpers import GREEDY, TINY_MODELS, drive, oracle_greedy
 
 from paged_backend.config import EngineConfig
-from paged_backend.errors import ConfigError, PagedBackendError, UnsupportedError
+from paged_backend.errors import ConfigError, PagedBackendError
 from paged_backend.sampling_params import SamplingParams
 from paged_backend.sched.output import SchedulerOutput
 from paged_backend.worker.worker import Worker
@@ -178,7 +178,7 @@ def test_missing_device_and_backend_are_named(tiny_llama, monkeypatch):
             Worker(EngineConfig(model=str(tiny_llama), device="cuda"))
 
 
-def test_sliding_window_is_refused_unless_it_cannot_matter(tmp_path, tiny_model):
+def test_a_window_longer_than_any_sequence_is_none(tmp_path, tiny_model):
     import json
     import shutil
 
@@ -186,11 +186,12 @@ def test_sliding_window_is_refused_unless_it_cannot_matter(tmp_path, tiny_model)
     shutil.copytree(tiny_model("mistral"), path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "sliding_window": 64}))
-    with pytest.raises(UnsupportedError, match="sliding window of 64"):
-        _worker(path)
     prompts = PROMPTS[:4]
     expected = drive(_worker(tiny_model("mistral")), prompts, COUNT)
-    assert drive(_worker(path, max_model_len=64), prompts, COUNT) == expected
+    worker = _worker(path, max_model_len=64)
+    assert worker.shape.sliding_window is None
+    assert drive(worker, prompts, COUNT) == expected
+    assert _worker(path, max_model_len=65).shape.sliding_window == 64
 
 
 def test_close(tiny_llama):

@@ -4,7 +4,7 @@ Contract: the decode rows of `ops.paged_attention`. Every context is cut into ch
 item is (chunk, kv head) and handles the query heads that share the kv head, reading keys and values through
 the block table in place. Whoever finishes the last chunk of a (sequence, kv head) merges its chunks by their
 running maxima and sums (the split-KV scheme of Flash-Decoding). The cut does not depend on the batch or the
-thread count, so neither do the result's bits.
+thread count, so neither do the result's bits. A sliding window drops the chunks before it and shortens the first.
 """
 
 import math
@@ -31,7 +31,7 @@ _TILE = 64  # tokens per online-softmax step; a multiple of 16
 _PARALLEL_PRODUCTS = 1 << 18  # multiply-adds per product; below this, waking threads costs more than the work
 _ARGUMENTS = Arguments(
     "query k_cache v_cache tables lens out chunk_seq chunk_at acc top norm alpha counter done",
-    "seqs chunks heads block_size table_row query_token query_head out_token out_head "
+    "seqs chunks heads block_size window table_row query_token query_head out_token out_head "
     "k_block k_head k_token v_block v_head v_token",
     "scale",
 )
@@ -75,8 +75,10 @@ def _build(head_dim: int, group: int, element: type):
             seq = np.int64(chunk_seq[chunk])
             table = seq * args.table_row
             first, last = chunk_at[seq], chunk_at[seq + 1]
-            start = (chunk - first) * SPLIT_TOKENS
-            end = min(np.int64(lens[seq]), start + SPLIT_TOKENS)
+            length = np.int64(lens[seq])
+            begin = max(0, length - args.window)
+            cut = (begin // SPLIT_TOKENS + chunk - first) * SPLIT_TOKENS
+            start, end = max(begin, cut), min(length, cut + SPLIT_TOKENS)
             row0 = item * rows
             for g in range(rows):
                 top[row0 + g] = -np.inf
@@ -136,11 +138,11 @@ def _build(head_dim: int, group: int, element: type):
     return compile_kernel(decode, _ARGUMENTS)
 
 
-def _chunks(lens: list[int]):
+def _chunks(lens: list[int], window: int):
     """(sequence of each chunk [chunks], first chunk of each sequence [num_seqs + 1]); each has at least one."""
     if max(lens) <= SPLIT_TOKENS:
         return np.arange(len(lens), dtype=np.int32), np.arange(len(lens) + 1, dtype=np.int64)
-    counts = [max(1, -(-length // SPLIT_TOKENS)) for length in lens]
+    counts = [max(1, -(-n // SPLIT_TOKENS) - max(0, n - window) // SPLIT_TOKENS) for n in lens]
     at = np.zeros(len(lens) + 1, dtype=np.int64)
     np.cumsum(counts, out=at[1:])
     return np.repeat(np.arange(len(lens), dtype=np.int32), counts), at
@@ -154,16 +156,18 @@ def decode_attention(
     seq_lens: torch.Tensor,
     seqs: int,
     scale: float,
+    window: int,
     out: torch.Tensor,
 ) -> None:
     """The first `seqs` sequences, of one query token each: row i of query and out belongs to sequence i.
 
+    Each sees the last `window` tokens of its context.
     Takes whole tensors rather than slices: making views costs more than small batches take to compute.
     """
     q_heads, dim = query.shape[1:]
     heads = k_cache.shape[1]
     lens = seq_lens.tolist()[:seqs]
-    chunk_seq, chunk_at = _chunks(lens)
+    chunk_seq, chunk_at = _chunks(lens, window)
     rows = chunk_seq.size * q_heads
     acc = np.empty(rows * dim, dtype=np.float32)
     top, norm, alpha = np.empty((3, rows), dtype=np.float32)
@@ -174,11 +178,11 @@ def decode_attention(
         query=query, k_cache=k_cache, v_cache=v_cache, tables=block_tables, lens=seq_lens, out=out,
         chunk_seq=chunk_seq, chunk_at=chunk_at, acc=acc, top=top, norm=norm, alpha=alpha,
         counter=counters, done=counters[1:], seqs=seqs, chunks=chunk_seq.size, heads=heads,
-        block_size=k_cache.shape[2], table_row=block_tables.stride(0),
+        block_size=k_cache.shape[2], window=window, table_row=block_tables.stride(0),
         query_token=query.stride(0), query_head=query.stride(1), out_token=out.stride(0), out_head=out.stride(1),
         k_block=k_block, k_head=k_head, k_token=k_token, v_block=v_block, v_head=v_head, v_token=v_token,
         scale=scale * math.log2(math.e),
     )  # fmt: skip
-    products = sum(lens) * q_heads * dim
+    products = sum(min(n, window) for n in lens) * q_heads * dim
     threads = thread_count() if products >= _PARALLEL_PRODUCTS else 1
     launch(_build(dim, q_heads // heads, element_type(query.dtype)), record, threads)

@@ -5,11 +5,11 @@ Its rows are the tile's tokens times the query heads that share the kv head, in 
 
     queries   q[panel][d][row]   transposed once per item, so that rows lie along the vector lanes
     keys      k[t][d]            a tile of tokens fetched page by page, widened to float32, used by all panels
-    scores    s[t][row]          per panel; causal mask only where the tile crosses the diagonal
+    scores    s[t][row]          per panel; masked only where the tile crosses the diagonal or the window's start
     output    o[row][d]          accumulated in float32 with the usual online softmax
 
-Tiles of keys start at position 0 whatever the batch, the chunk or the thread count: a row's bits depend on its
-own sequence alone.
+Tiles of keys lie at multiples of their size whatever the batch, the chunk or the thread count: a row's bits depend
+on its own sequence alone, since a tile that a row does not see at all leaves its sums as they are.
 """
 
 import math
@@ -36,7 +36,7 @@ _ROWS = 64  # query rows per item; fewer when that would leave threads idle
 _PARALLEL_PRODUCTS = 1 << 20  # multiply-adds per product; below this, waking threads costs more than the work
 _ARGUMENTS = Arguments(
     "query k_cache v_cache tables lens starts out tile_seq tile_at counter",
-    "seqs tiles tokens_per_tile heads group block_size table_row query_token query_head out_token out_head "
+    "seqs tiles tokens_per_tile heads group block_size window table_row query_token query_head out_token out_head "
     "k_block k_head k_token v_block v_head v_token",
     "scale",
 )
@@ -105,9 +105,10 @@ def _build(head_dim: int, element: type):
                 position[r] = pos0 + r // per_token
             for i in range(panels * PANEL * dim):
                 o[i] = 0.0
-            for t0 in range(0, pos0 + count, tile):
+            oldest = max(0, pos0 - args.window + 1)  # the first token that any row sees
+            for t0 in range(oldest // tile * tile, pos0 + count, tile):
                 stop = min(t0 + tile, pos0 + count)
-                t = t0
+                t = max(t0, oldest)
                 while t < stop:
                     page = t // block_size
                     many = min((page + 1) * block_size, stop) - t
@@ -122,17 +123,24 @@ def _build(head_dim: int, element: type):
                 for panel in range((rows + PANEL - 1) // PANEL):
                     row0 = panel * PANEL
                     span = min(stop, position[min(rows, row0 + PANEL) - 1] + 1) - t0
-                    if span <= 0:
+                    skip = max(0, position[row0] - args.window + 1 - t0)
+                    if span <= skip:
                         continue
                     panel_scores(s, keys, (span + 3) // 4 * 4, query, row0 * dim, dim)
                     for t in range(max(0, position[row0] + 1 - t0), span):
                         for lane in range(PANEL):
                             if t0 + t > position[row0 + lane]:
                                 s[t * PANEL + lane] = -np.inf
+                    # Before `oldest` there are no keys: scores from 0 to `skip` are masked, their values never read.
+                    for t in range(min(span, position[row0 + PANEL - 1] - args.window + 1 - t0)):
+                        for lane in range(PANEL):
+                            if t0 + t <= position[row0 + lane] - args.window:
+                                s[t * PANEL + lane] = -np.inf
                     panel_softmax(s, span, top, norm, alpha, row0)
                     for r in range(row0, row0 + PANEL):
                         load_row(o, r * dim, o, r * dim, alpha[r], dim)
-                    add_values(o, row0 * dim, s, 0, 1, PANEL, values, 0, dim, span, PANEL, dim)
+                    seen = span - skip
+                    add_values(o, row0 * dim, s, skip * PANEL, 1, PANEL, values, skip * dim, dim, seen, PANEL, dim)
             for r in range(rows):
                 q_head = head * per_token + r % per_token
                 inverse = np.float32(0.0) if norm[r] == 0.0 else np.float32(1.0) / norm[r]
@@ -159,14 +167,20 @@ def prefill_attention(
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
     scale: float,
+    window: int,
     out: torch.Tensor,
 ) -> None:
-    """query, out: [total_q, num_q_heads, head_dim] addressed by query_start_loc; writes out's rows."""
+    """query, out: [total_q, num_q_heads, head_dim] addressed by query_start_loc; writes out's rows.
+
+    Each row sees the last `window` tokens up to its own.
+    """
     heads, (q_heads, dim) = k_cache.shape[1], query.shape[1:]
     group = q_heads // heads
     query_lens = np.diff(query_start_loc.numpy())
     total = int(query_lens.sum())
-    products = int((query_lens.astype(np.int64) * seq_lens.numpy()).sum()) * q_heads * dim
+    queries = query_lens.astype(np.int64)
+    seen = np.minimum(seq_lens.numpy(), queries + window)
+    products = int((queries * seen).sum()) * q_heads * dim
     threads = thread_count() if products >= _PARALLEL_PRODUCTS else 1
     tokens = max(1, _ROWS // group)
     while tokens * group > PANEL and -(-total // tokens) * heads < 2 * threads:
@@ -179,7 +193,7 @@ def prefill_attention(
         query=query, k_cache=k_cache, v_cache=v_cache, tables=block_tables, lens=seq_lens,
         starts=query_start_loc, out=out, tile_seq=tile_seq, tile_at=tile_at, counter=counter,
         seqs=query_lens.size, tiles=tile_seq.size, tokens_per_tile=tokens, heads=heads, group=group,
-        block_size=k_cache.shape[2], table_row=block_tables.stride(0),
+        block_size=k_cache.shape[2], window=window, table_row=block_tables.stride(0),
         query_token=query.stride(0), query_head=query.stride(1), out_token=out.stride(0), out_head=out.stride(1),
         k_block=k_block, k_head=k_head, k_token=k_token, v_block=v_block, v_head=v_head, v_token=v_token,
         scale=scale * math.log2(math.e),

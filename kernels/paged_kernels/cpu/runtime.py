@@ -23,7 +23,7 @@ _LOCK = threading.Lock()
 threads enter it at once; the kernels use every core anyway, so queueing callers costs nothing."""
 
 UNBOUNDED = 1 << 60
-"""Length given to arrays made from bare addresses; kernels compute their own bounds."""
+"""Length given to arrays made from bare addresses, since kernels compute their own bounds; window of those without."""
 
 
 def _with_disk_cache(decorator, function):
