@@ -45,12 +45,14 @@ def variants():
             capability,
             "bf16",
         )
+        yield from _attention(128, 64, 1, capability, "bf16", window=4096)
     yield from _attention(64, 16, 1, 80, "fp16")
+    yield from _attention(80, 16, 2, 80, "bf16", window=1000)
 
 
-def _attention(dim, page, index, capability, dtype):
-    common = {"head_dim": dim, "page": page, "element_size": 2, "capability": capability}
-    where = f"sm_{capability} {dtype} d{dim} page{page}"
+def _attention(dim, page, index, capability, dtype, window=0):
+    common = {"head_dim": dim, "page": page, "element_size": 2, "capability": capability, "window": window}
+    where = f"sm_{capability} {dtype} d{dim} page{page}" + f" w{window}" * (window > 0)
     # Groups up to 8 pad to the same 16 rows in decode; in prefill they set how rows map to tokens.
     group = (1, 3, 7, 8)[index % 4]
     split = index % 2 == 1

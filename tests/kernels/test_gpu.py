@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from kernel_cases import GRID, check_attention, check_write, long_batch, mixed_batch, to_device
+from kernel_cases import (
+    GRID,
+    check_attention,
+    check_write,
+    long_batch,
+    long_window_batch,
+    mixed_batch,
+    to_device,
+    window_batch,
+    window_sizes,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,6 +31,15 @@ def test_mixed_batch(page, dim, group, dtype):
 @pytest.mark.parametrize("page", [16, 64])
 def test_long_contexts(page, dtype):
     check_attention(to_device(long_batch(page, 128, 4, dtype, length=20_000), "cuda"), "triton")
+
+
+@DTYPES
+@pytest.mark.parametrize("page", [16, 64])
+def test_windows(page, dtype):
+    for window in window_sizes(page):
+        check_attention(to_device(window_batch(page, 128, 3, dtype, window), "cuda"), "triton")
+    for window in (5, 600, 1025):
+        check_attention(to_device(long_window_batch(page, dtype, window), "cuda"), "triton")
 
 
 @DTYPES

@@ -13,9 +13,12 @@ from kernel_cases import (
     check_far_block,
     check_write,
     long_batch,
+    long_window_batch,
     make_batch,
     mixed_batch,
     run,
+    window_batch,
+    window_sizes,
 )
 
 from paged_kernels.decode_attention import choose_splits, decode_attention
@@ -68,6 +71,24 @@ def test_long_chunks_cross_tiles():
         [150, 333, 90], [150, 100, 90], heads=1, group=3, dim=64, page=16, dtype=torch.float32, padding=70
     )
     check_attention(batch, "triton")
+
+
+@pytest.mark.parametrize("window", window_sizes(16))
+def test_windows(window):
+    check_attention(window_batch(16, 64, 3, torch.float32, window), "triton")
+
+
+def test_windows_of_other_sizes_float32():
+    """Pages that are a tile, heads and groups that are no power of two; half precision."""
+    check_attention(window_batch(64, 16, 5, torch.float32, 65), "triton")
+    check_attention(window_batch(24, 80, 1, torch.float32, 30), "triton")
+    check_attention(window_batch(8, 64, 8, torch.float16, 9), "triton")
+
+
+@pytest.mark.parametrize("window", [5, 600, 1025])
+def test_windows_on_long_contexts(window):
+    """Windows of one split and of several, and chunks whose tiles are masked at both ends and whole between."""
+    check_attention(long_window_batch(64, torch.float32, window), "triton")
 
 
 @DTYPES
