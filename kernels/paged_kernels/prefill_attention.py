@@ -125,13 +125,11 @@ def prefill_kernel(
             ids = page_ids(table, 0, end, PAGE, TILE)
         acc, row_max, row_sum, ids = attend_range(
             acc, row_max, row_sum, q, ids, unmasked, whole, end, first + tokens, scale, k_cache, v_cache, table, head,
-            k_block, k_head, k_token, v_block, v_head, v_token, oldest,
-            HEAD_DIM, PAGE, BLOCK_D, TILE, False, WINDOW,
+            k_block, k_head, k_token, v_block, v_head, v_token, oldest, HEAD_DIM, PAGE, BLOCK_D, TILE, False, WINDOW,
         )  # fmt: skip
         acc, row_max, row_sum, ids = attend_range(
             acc, row_max, row_sum, q, ids, whole, end, end, first + tokens, scale, k_cache, v_cache, table, head,
-            k_block, k_head, k_token, v_block, v_head, v_token, oldest,
-            HEAD_DIM, PAGE, BLOCK_D, TILE, True, WINDOW,
+            k_block, k_head, k_token, v_block, v_head, v_token, oldest, HEAD_DIM, PAGE, BLOCK_D, TILE, True, WINDOW,
         )  # fmt: skip
         acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
         at = token_at[:, None] * out_token + heads[:, None] * out_head + dims[None, :]
@@ -147,7 +145,8 @@ def settings(
     registers (accumulator, scores, on sm_80 the operands too) must not spill.
     """
     width = padded_head_dim(head_dim) * element_size
-    most = 128 if width <= 256 else 64
+    # Bounds of the window take registers too.
+    most = 128 if width < 256 or (width == 256 and (capability >= 90 or not window)) else 64
     rows = triton.next_power_of_2(max(1, max_query_len) * group)
     block_m = max(triton.next_power_of_2(group), 16 if rows <= 16 else 64 if rows <= 64 else most)
     narrow = width > 256 or (width == 256 and capability < 90)

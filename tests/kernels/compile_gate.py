@@ -45,7 +45,7 @@ def variants():
             capability,
             "bf16",
         )
-        yield from _attention(128, 64, 1, capability, "bf16", window=4096)
+        yield from _attention(128, 16, 1, capability, "bf16", window=4096)
     yield from _attention(64, 16, 1, 80, "fp16")
     yield from _attention(80, 16, 2, 80, "bf16", window=1000)
 
