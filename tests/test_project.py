@@ -200,6 +200,13 @@ def test_readme_paths_exist() -> None:
         assert (ROOT / path).exists(), path
 
 
+def test_the_python_example_of_the_readme() -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == "The capital of France is Paris."
+
+
 def test_the_help_of_serve() -> None:
     script = Path(sys.executable).parent / "paged-backend"
     done = subprocess.run([script, "serve", "--help"], capture_output=True, text=True, timeout=60, check=True)
