@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from paged_backend import LLM, SamplingParams
+from paged_backend.engine import engine as engine_module
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
@@ -152,15 +154,15 @@ def test_a_preempted_request_resumes_on_its_own_cached_blocks(make):
 
 
 @pytest.mark.parametrize("is_first", [False, True], ids=["waiting", "running"])
-def test_a_deadline_ends_a_request_and_frees_its_blocks(make, is_first):
+def test_a_deadline_ends_a_request_and_frees_its_blocks(make, is_first, monkeypatch):
     engine = make(max_num_seqs=1, max_num_batched_tokens=64).engine
-    late = engine.make_request("late", [1, 2, 3], SamplingParams(max_tokens=200, **GREEDY), timeout_s=1.0)
+    late = engine.make_request("late", [1, 2, 3], SamplingParams(max_tokens=200, **GREEDY), timeout_s=60.0)
     patient = engine.make_request("patient", [5, 6], SamplingParams(max_tokens=9, **GREEDY))
     for request in (late, patient) if is_first else (patient, late):
         engine.add_request(request)
     engine.step()
     assert (late.first_token_time is not None) == is_first
-    time.sleep(1.05)
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 61.0))
     ended = [delta for delta in engine.step() if delta.request_id == "late"]
     assert [(delta.finish_reason, delta.request_finished) for delta in ended] == [("timeout", True)]
     assert engine.live_request_ids() == ["patient"]
