@@ -156,10 +156,13 @@ def test_a_preempted_request_resumes_on_its_own_cached_blocks(make):
 @pytest.mark.parametrize("is_first", [False, True], ids=["waiting", "running"])
 def test_a_deadline_ends_a_request_and_frees_its_blocks(make, is_first, monkeypatch):
     engine = make(max_num_seqs=1, max_num_batched_tokens=64).engine
-    late = engine.make_request("late", [1, 2, 3], SamplingParams(max_tokens=200, **GREEDY), timeout_s=60.0)
-    patient = engine.make_request("patient", [5, 6], SamplingParams(max_tokens=9, **GREEDY))
-    for request in (late, patient) if is_first else (patient, late):
-        engine.add_request(request)
+    requests = {}
+    for name in ("late", "patient") if is_first else ("patient", "late"):
+        params = SamplingParams(max_tokens=200 if name == "late" else 9, **GREEDY)
+        timeout_s = 60.0 if name == "late" else None
+        requests[name] = engine.make_request(name, [1, 2, 3], params, timeout_s=timeout_s)
+        engine.add_request(requests[name])
+    late, patient = requests["late"], requests["patient"]
     engine.step()
     assert (late.first_token_time is not None) == is_first
     monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 61.0))
