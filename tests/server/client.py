@@ -173,15 +173,17 @@ def events(body: str) -> list[dict[str, Any]]:
 
 
 def gauges(metrics_url: str) -> dict[str, float]:
-    """The engine model's gauges: `running`, `waiting`, `used`, `empty`."""
+    """The engine model's gauges: `running`, `waiting`, `used`, `free` (cached or empty)."""
     text = urllib.request.urlopen(f"http://{metrics_url}/metrics", timeout=10).read().decode()
     patterns = {
         "running": r"^vllm:num_requests_running\{.*?\} (\S+)$",
         "waiting": r"^vllm:num_requests_waiting\{.*?\} (\S+)$",
         "used": r'^paged_kv_blocks\{.*?state="used".*?\} (\S+)$',
+        "cached": r'^paged_kv_blocks\{.*?state="cached".*?\} (\S+)$',
         "empty": r'^paged_kv_blocks\{.*?state="empty".*?\} (\S+)$',
     }
-    return {name: float(re.search(pattern, text, re.MULTILINE)[1]) for name, pattern in patterns.items()}
+    found = {name: float(re.search(pattern, text, re.MULTILINE)[1]) for name, pattern in patterns.items()}
+    return {**found, "free": found["cached"] + found["empty"]}
 
 
 def wait_for(metrics_url: str, timeout: float = 30.0, **wanted: float) -> float:

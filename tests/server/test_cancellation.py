@@ -31,7 +31,7 @@ def tight(tmp_path_factory):
     server = Launched(repository.parent / "log", f"--model-repository={repository}")
     try:
         server.wait_ready(timeout=240.0)
-        wait_for(server.metrics_url, used=0, empty=BLOCKS)
+        wait_for(server.metrics_url, used=0, free=BLOCKS)
         yield server
     finally:
         code = server.stop()
@@ -43,7 +43,7 @@ def tight(tmp_path_factory):
 def _all_blocks_free_afterwards(tight):
     yield
     time.sleep(0.2)
-    wait_for(tight.metrics_url, running=0, waiting=0, used=0, empty=BLOCKS)
+    wait_for(tight.metrics_url, running=0, waiting=0, used=0, free=BLOCKS)
 
 
 def _start(server, prompt="Once upon a time", model="paged_llm", stream=True, **options):
