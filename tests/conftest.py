@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,14 @@ from helpers import make_tiny_model
 
 from paged_backend.errors import ConfigError
 from paged_backend.model_source import DEMO_MODEL, resolve_model
+
+LENGTHS = (1, 2, 5, 15, 16, 17, 31, 32, 33, 48, 64, 100, 127, 200, 350, 700)
+NEW_TOKENS = 12
+TEXT = (
+    "Paris is the capital of France and lies on the river Seine. Water boils at one hundred degrees. The quick brown "
+    "fox jumps over the lazy dog while 12 engineers count 345 blocks of memory in a café: “paged attention” works."
+)
+WORDS = TEXT.split()
 
 
 @pytest.fixture(scope="session")
@@ -49,3 +58,34 @@ def tiny_model(tmp_path_factory):
 def tiny_llama(tiny_model) -> Path:
     """Directory of a tiny random Llama: untied head, grouped queries."""
     return tiny_model("llama")
+
+
+@pytest.fixture(scope="session")
+def greedy_prompts() -> list[list[int]]:
+    """Sixteen prompts of 1 to 700 tokens, as ids."""
+    from paged_backend.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(resolve_model(DEMO_MODEL))
+    rng = random.Random(7)
+    made = []
+    for length in LENGTHS:
+        token_ids = tokenizer.encode(" ".join(rng.choice(WORDS) for _ in range(length + 8)))
+        assert len(token_ids) >= length
+        made.append(token_ids[:length])
+    return made
+
+
+@pytest.fixture(scope="session")
+def greedy_expected(greedy_prompts, demo_oracle) -> list[list[int]]:
+    """What transformers' `generate` gives for each prompt alone."""
+    import torch
+
+    outputs = []
+    torch.set_num_threads(1)
+    for prompt in greedy_prompts:
+        ids = torch.tensor([prompt])
+        result = demo_oracle.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+        )
+        outputs.append(result[0, len(prompt) :].tolist())
+    return outputs

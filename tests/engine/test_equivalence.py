@@ -8,47 +8,21 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
 from paged_backend import LLM, SamplingParams
-from paged_backend.model_source import DEMO_MODEL, resolve_model
+from paged_backend.model_source import DEMO_MODEL
 
-LENGTHS = (1, 2, 5, 15, 16, 17, 31, 32, 33, 48, 64, 100, 127, 200, 350, 700)
 NEW_TOKENS = 12
-TEXT = (
-    "Paris is the capital of France and lies on the river Seine. Water boils at one hundred degrees. The quick brown "
-    "fox jumps over the lazy dog while 12 engineers count 345 blocks of memory in a café: “paged attention” works."
-)
-WORDS = TEXT.split()
 
 
 @pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    """Sixteen prompts of 1 to 700 tokens, as ids."""
-    from paged_backend.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.load(resolve_model(DEMO_MODEL))
-    rng = random.Random(7)
-    made = []
-    for length in LENGTHS:
-        token_ids = tokenizer.encode(" ".join(rng.choice(WORDS) for _ in range(length + 8)))
-        assert len(token_ids) >= length
-        made.append(token_ids[:length])
-    return made
+def prompts(greedy_prompts) -> list[list[int]]:
+    return greedy_prompts
 
 
 @pytest.fixture(scope="module")
-def expected(prompts, demo_oracle) -> list[list[int]]:
-    """What transformers' `generate` gives for each prompt alone."""
-    outputs = []
-    torch.set_num_threads(1)
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        result = demo_oracle.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
-        )
-        outputs.append(result[0, len(prompt) :].tolist())
-    return outputs
+def expected(greedy_expected) -> list[list[int]]:
+    return greedy_expected
 
 
 PARAMS = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
