@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 from helpers import make_tiny_model
+from hypothesis import settings
 
 from paged_backend.errors import ConfigError
 from paged_backend.model_source import DEMO_MODEL, resolve_model
+
+# How long an example takes says something of the machine, nothing of the code.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 LENGTHS = (1, 2, 5, 15, 16, 17, 31, 32, 33, 48, 64, 100, 127, 200, 350, 700)
 NEW_TOKENS = 12
