@@ -86,7 +86,7 @@ class BlockManager:
             table = self._tables.setdefault(write.seq_id, [])
             missing = self.blocks_for(write.end) - len(table)
             for index in range(write.start // self.block_size, len(table)):
-                if not self._is_writable(table[index]):
+                if not self.pool.is_writable(table[index]):
                     self._copy(write.seq_id, index, changes)
             if missing > 0:
                 added = self.pool.allocate(missing)
@@ -97,7 +97,7 @@ class BlockManager:
     def is_writable(self, seq_id: int, position: int) -> bool:
         """True when the sequence has a slot for `position` in a block that needs no copy first."""
         table, index = self._tables[seq_id], position // self.block_size
-        return index < len(table) and self._is_writable(table[index])
+        return index < len(table) and self.pool.is_writable(table[index])
 
     def _blocks_needed(self, writes: Sequence[Write]) -> int:
         needed = 0
@@ -111,9 +111,6 @@ class BlockManager:
             keeps = not self.pool.is_hashed(block_id) and self.pool.ref_count(block_id) == count
             needed += count - keeps
         return needed
-
-    def _is_writable(self, block_id: int) -> bool:
-        return self.pool.ref_count(block_id) == 1 and not self.pool.is_hashed(block_id)
 
     def _copy(self, seq_id: int, index: int, changes: TableChanges) -> None:
         """Copy-on-write of one table entry."""

@@ -64,6 +64,11 @@ class BlockPool:
         """True when the block can be found by its content; such a block is never written again."""
         return self._blocks[block_id].block_hash is not None
 
+    def is_writable(self, block_id: int) -> bool:
+        """True when one table alone holds the block and nobody can find it by its content."""
+        block = self._blocks[block_id]
+        return block.ref_count == 1 and block.block_hash is None
+
     def allocate(self, count: int) -> list[int]:
         """Hand out `count` blocks, each with one reference; the caller has checked `num_free`."""
         assert count <= self.num_free, f"{count} blocks asked for, {self.num_free} are free"
