@@ -22,6 +22,8 @@ ATTENTION_BACKENDS = ("auto", "triton", "cpu", "reference")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 SCHEDULING_POLICIES = ("fcfs", "priority")
+# More threads than any machine has cores: thread libraries crash on absurd counts.
+MAX_THREADS = 1024
 
 # vLLM's names for what we call otherwise.
 _ALIASES = {"num_gpu_blocks_override": "num_kv_blocks"}
@@ -74,7 +76,7 @@ class EngineConfig:
             `auto`: the cheaper of the two as measured at start-up. Without swap space all recompute.
         swap_space: GiB of host memory for swapped blocks.
         attention_backend: `auto`, `triton` (Triton-lang), `cpu` (numba) or `reference` (plain torch).
-        num_threads: threads of a CPU engine; None: as many as the process may use.
+        num_threads: threads of a CPU engine, at most 1024; None: as many as the process may use.
         seed: makes requests without a seed reproducible; None: fresh ones each.
         max_waiting_requests: waiting list limit; a request beyond it is refused as overload.
         trust_remote_code: must stay false; code shipped with a model is never run.
@@ -125,19 +127,19 @@ class EngineConfig:
             ("max_model_len", 2),
             ("max_num_seqs", 1),
             ("max_num_batched_tokens", 1),
-            ("num_threads", 1),
             ("seed", 0),
             ("max_waiting_requests", 1),
             ("long_prefill_token_threshold", 0),
         ):
             _check_int(self, name, low)
+        _check_int(self, "num_threads", 1, MAX_THREADS)
         for name in ("trust_remote_code", "check_integrity", "skip_tokenizer_init", "enable_prefix_caching"):
             if not isinstance(getattr(self, name), bool):
-                raise _bad(name, f"must be true or false, got {getattr(self, name)!r}")
+                raise _bad(name, f"must be true or false, got {_show(getattr(self, name))}")
         _check_strings(self)
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
-            raise _bad("gpu_memory_utilization", f"must be a number in (0, 1], got {share!r}")
+            raise _bad("gpu_memory_utilization", f"must be a number in (0, 1], got {_show(share)}")
         if self.trust_remote_code:
             raise _bad("trust_remote_code", "must be false: code shipped with a model is never run")
         seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
@@ -205,6 +207,12 @@ def kv_block_bytes(shape: ModelShape, block_size: int, dtype: str) -> int:
     return 2 * block_size * shape.num_layers * shape.num_kv_heads * shape.head_dim * DTYPE_BYTES[dtype]
 
 
+def _show(value: object) -> str:
+    """`repr` cut to a length that fits an error message."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def _bad(name: str, what: str) -> ConfigError:
     return ConfigError(f"engine argument `{name}` {what}", field=name)
 
@@ -212,25 +220,26 @@ def _bad(name: str, what: str) -> ConfigError:
 def _check_choice(config: EngineConfig, name: str, choices: tuple) -> None:
     value = getattr(config, name)
     if isinstance(value, bool) or value not in choices:
-        raise _bad(name, f"must be one of {', '.join(map(str, choices))}; got {value!r}")
+        raise _bad(name, f"must be one of {', '.join(map(str, choices))}; got {_show(value)}")
 
 
 def _check_number(config: EngineConfig, name: str, low: float, high: float) -> None:
     value = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise _bad(name, f"must be a number from {low:g} to {high:g}, got {value!r}")
+        raise _bad(name, f"must be a number from {low:g} to {high:g}, got {_show(value)}")
 
 
-def _check_int(config: EngineConfig, name: str, low: int) -> None:
+def _check_int(config: EngineConfig, name: str, low: int, high: int | None = None) -> None:
     value = getattr(config, name)
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise _bad(name, f"must be an integer of at least {low}, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        limit = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise _bad(name, f"must be an integer {limit}, got {_show(value)}")
 
 
 def _check_strings(config: EngineConfig) -> None:
     if not isinstance(config.model, str) or not config.model:
-        raise _bad("model", f"must be a path or a name, got {config.model!r}")
+        raise _bad("model", f"must be a path or a name, got {_show(config.model)}")
     if config.tokenizer is not None and not isinstance(config.tokenizer, str):
-        raise _bad("tokenizer", f"must be a path or a name, got {config.tokenizer!r}")
+        raise _bad("tokenizer", f"must be a path or a name, got {_show(config.tokenizer)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -58,7 +58,7 @@ class LLM:
             InvalidRequestError: a prompt or its parameters cannot be served; nothing is generated then.
         """
         engine = self.engine
-        prompt_list = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        prompt_list = _prompt_list(prompts)
         params_list = _params_per_prompt(sampling_params, len(prompt_list))
         requests = [self._make_request(p, s) for p, s in zip(prompt_list, params_list, strict=True)]
         outputs = {request.request_id: _empty_output(request) for request in requests}
@@ -99,9 +99,8 @@ class LLM:
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise UnsupportedError("`messages`: this engine runs without a tokenizer", field="messages")
-        conversations = messages if messages and not isinstance(messages[0], Mapping) else [messages]
         options: dict[str, Any] = {"tools": tools, "add_generation_prompt": add_generation_prompt}
-        prompts = [render_chat(tokenizer, conversation, **options) for conversation in conversations]  # type: ignore[arg-type]
+        prompts = [render_chat(tokenizer, conversation, **options) for conversation in _conversations(messages)]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stats(self) -> dict[str, int]:
@@ -128,12 +127,29 @@ class LLM:
         return self.engine.make_request(str(next(self._ids)), _prompt_content(prompt), params)
 
 
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if isinstance(prompts, Sequence) and not isinstance(prompts, (bytes, bytearray)):
+        return list(prompts)
+    message = f"must be a string, a mapping or a list of these, got {type(prompts).__name__}"
+    raise InvalidRequestError(f"`prompts` {message}", field="prompts")
+
+
+def _conversations(messages: Any) -> Sequence[Any]:
+    """One conversation, which is a list of mappings, or a list of several; `render_chat` refuses anything else."""
+    several = isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], (list, tuple))
+    return messages if several else [messages]
+
+
 def _prompt_content(prompt: Prompt) -> str | list[int]:
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, Mapping) and len(prompt) == 1:
-        if "prompt_token_ids" in prompt:
-            return prompt["prompt_token_ids"]
+        token_ids = prompt.get("prompt_token_ids")
+        if token_ids is not None and not isinstance(token_ids, (str, bytes)):
+            # Also arrays and tensors of ids, one-dimensional.
+            return list(token_ids) if isinstance(token_ids, Iterable) else token_ids
         if isinstance(prompt.get("prompt"), str):
             return prompt["prompt"]
     message = f'a prompt must be a string or {{"prompt_token_ids": [...]}}, got {type(prompt).__name__}'
@@ -145,6 +161,9 @@ def _params_per_prompt(
 ) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
+    if not isinstance(params, (list, tuple)) or not all(isinstance(each, SamplingParams) for each in params):
+        message = f"must be SamplingParams or a list of one per prompt, got {type(params).__name__}"
+        raise InvalidRequestError(f"`sampling_params` {message}", field="sampling_params")
     if len(params) != num_prompts:
         message = f"{len(params)} sampling_params for {num_prompts} prompts: give one, or one each"
         raise InvalidRequestError(message, field="sampling_params")

@@ -33,6 +33,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: token ids are below this number (added tokens included).
+        max_token_length: no token stands for more characters than this.
         eos_token_ids: ids that end a sequence, by the generation config or the GGUF metadata.
         bos_token_id: the id that begins a sequence, None if there is none.
         chat_template: the model's Jinja chat template as text, None if it has none.
@@ -54,7 +55,9 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self.chat_template = chat_template
         # The highest id counts, not the number of entries: a vocabulary may have holes.
-        self.vocab_size = max(rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocab = rust.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        self.max_token_length = max(map(len, vocab), default=0)
 
     @classmethod
     def load(cls, source: ModelSource) -> Tokenizer:
@@ -81,7 +84,8 @@ class Tokenizer:
         With `add_special_tokens` the model's template is applied (a begin-of-sequence id where the model wants one).
         A text that already begins with that token, as rendered chat templates do, does not get it twice.
         """
-        ids = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one: other than `encode` it lets other threads run, which a long text would stop for seconds.
+        ids = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         if add_special_tokens and self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2:
             return ids[1:]
         return ids

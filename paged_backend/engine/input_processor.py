@@ -6,6 +6,7 @@ thread.
 
 from __future__ import annotations
 
+import operator
 import random
 import secrets
 import time
@@ -88,33 +89,52 @@ class InputProcessor:
             return prompt, self._encode(prompt, field)
         if not isinstance(prompt, (list, tuple)):
             raise InvalidRequestError(f"`{field}` must be a string or a list of token ids", field=field)
-        for position, token_id in enumerate(prompt):
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise InvalidRequestError(f"`{field}`[{position}] is not an integer token id", field=field)
-            if not 0 <= token_id < self._vocab_size:
-                limit = f"outside the vocabulary of {self._vocab_size} tokens"
-                raise InvalidRequestError(f"`{field}`[{position}] = {token_id} is {limit}", field=field)
-        return None, list(prompt)
+        self._check_length(len(prompt), field)
+        return None, [self._token_id(item, f"`{field}`[{position}]", field) for position, item in enumerate(prompt)]
+
+    def _token_id(self, item: object, name: str, field: str) -> int:
+        """`item` as a plain integer; numpy's are integers too."""
+        try:
+            token_id = None if isinstance(item, bool) else operator.index(item)  # type: ignore[arg-type]
+        except TypeError:
+            token_id = None
+        if token_id is None:
+            raise InvalidRequestError(f"{name} is not an integer token id", field=field)
+        if not 0 <= token_id < self._vocab_size:
+            limit = f"outside the vocabulary of {self._vocab_size} tokens"
+            raise InvalidRequestError(f"{name} = {token_id!r:.40} is {limit}", field=field)
+        return token_id
 
     def _encode(self, prompt: str, field: str) -> list[int]:
         if not prompt:
             return []
+        assert self._tokenizer is not None
+        # Told without tokenizing, which takes seconds for megabytes: even the longest tokens would not make it fit.
+        limit = self._max_model_len * self._tokenizer.max_token_length
+        if len(prompt) > limit:
+            raise InvalidRequestError(
+                f"`{field}` has {len(prompt)} characters; a context of {self._max_model_len} tokens (max_model_len) "
+                f"can never hold more than {limit}",
+                field=field,
+            )
         # Lone surrogates are the one thing a Python string can hold that is not text.
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequestError(f"`{field}` is not valid Unicode: {error}", field=field) from error
-        assert self._tokenizer is not None
         return self._tokenizer.encode(prompt)
 
-    def _max_total_tokens(self, num_prompt: int, params: SamplingParams, field: str) -> int:
-        """Prompt plus output at which a sequence ends. The last token needs no slot: nothing follows it."""
+    def _check_length(self, num_prompt: int, field: str) -> None:
         if num_prompt >= self._max_model_len:
             raise InvalidRequestError(
                 f"`{field}` has {num_prompt} tokens; the context of {self._max_model_len} tokens (max_model_len) must "
                 "hold the prompt and at least one new token",
                 field=field,
             )
+
+    def _max_total_tokens(self, num_prompt: int, params: SamplingParams, field: str) -> int:
+        """Prompt plus output at which a sequence ends. The last token needs no slot: nothing follows it."""
+        self._check_length(num_prompt, field)
         rows, capacity = params.num_rows, self._capacity
         if capacity.blocks_needed(num_prompt, num_prompt, 1) > capacity.num_blocks:
             raise InvalidRequestError(

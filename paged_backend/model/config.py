@@ -8,6 +8,7 @@ Knows no torch and no weights. Defaults for keys a config.json leaves out are tr
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,7 +168,7 @@ def _from_json(source: ModelSource, written: dict[str, Any]) -> ModelConfig:
     heads, hidden = _need(values, "num_attention_heads"), _need(values, "hidden_size")
     qwen2 = architecture == "Qwen2ForCausalLM"
     window, mixed_windows = _window(architecture, values)
-    attention_bias = bool(values.get("attention_bias", False)) and architecture != "MistralForCausalLM"
+    attention_bias = _flag(values, "attention_bias") and architecture != "MistralForCausalLM"
     return ModelConfig(
         architecture=architecture,
         vocab_size=_need(values, "vocab_size"),
@@ -177,13 +178,13 @@ def _from_json(source: ModelSource, written: dict[str, Any]) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=values.get("num_key_value_heads", heads),
         head_dim=values.get("head_dim") or hidden // heads,
-        rms_norm_eps=float(_need(values, "rms_norm_eps")),
+        rms_norm_eps=_positive(values, "rms_norm_eps"),
         max_position=_need(values, "max_position_embeddings"),
         rope=_rope_from_json(values),
-        tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
+        tie_word_embeddings=_flag(values, "tie_word_embeddings"),
         qkv_bias=attention_bias or qwen2,
         o_bias=attention_bias and not qwen2,
-        mlp_bias=bool(values.get("mlp_bias", False)) and architecture == "LlamaForCausalLM",
+        mlp_bias=_flag(values, "mlp_bias") and architecture == "LlamaForCausalLM",
         qk_norm=architecture == "Qwen3ForCausalLM",
         sliding_window=window,
         mixed_windows=mixed_windows,
@@ -210,7 +211,7 @@ def _window(architecture: str, values: dict[str, Any]) -> tuple[int | None, bool
     if architecture == "MistralForCausalLM":
         # transformers' class windows every layer whatever `layer_types` says, but such a file was meant otherwise.
         return values.get("sliding_window"), "full_attention" in (types or ())
-    if architecture == "LlamaForCausalLM" or not values.get("use_sliding_window", False):
+    if architecture == "LlamaForCausalLM" or not _flag(values, "use_sliding_window"):
         return None, False
     if not types:
         # Qwen's windows begin at layer `max_window_layers`.
@@ -223,24 +224,28 @@ def _window(architecture: str, values: dict[str, Any]) -> tuple[int | None, bool
 
 def _rope_from_json(values: dict[str, Any]) -> RopeConfig:
     """transformers 5 writes `rope_parameters`; older files have `rope_theta` and `rope_scaling`."""
-    written = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    # Where both stand, transformers goes by the older one.
+    name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+    written = values.get(name) or {}
+    if not isinstance(written, dict):
+        raise _bad(name, "an object", written)
     kind = written.get("rope_type", written.get("type", "default"))
     partial = written.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise UnsupportedError(f"partial rotary embeddings ({partial}) are not supported", field="model")
-    theta = float(written.get("rope_theta", values.get("rope_theta", 10000.0)))
+    theta = _positive({"rope_theta": 10000.0, **values, **written}, "rope_theta")
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind == "linear":
-        return RopeConfig(theta=theta, kind=kind, factor=float(_need(written, "factor")))
+        return RopeConfig(theta=theta, kind=kind, factor=_positive(written, "factor"))
     if kind == "llama3":
         return RopeConfig(
             theta=theta,
             kind=kind,
-            factor=float(_need(written, "factor")),
-            low_freq_factor=float(_need(written, "low_freq_factor")),
-            high_freq_factor=float(_need(written, "high_freq_factor")),
-            original_max_position=int(_need(written, "original_max_position_embeddings")),
+            factor=_positive(written, "factor"),
+            low_freq_factor=_positive(written, "low_freq_factor"),
+            high_freq_factor=_positive(written, "high_freq_factor"),
+            original_max_position=int(_positive(written, "original_max_position_embeddings")),
         )
     raise _unsupported_rope(kind)
 
@@ -279,7 +284,7 @@ def _from_gguf(source: ModelSource, gguf: GGUFFile) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=values.get("attention.head_count_kv", heads),
         head_dim=head_dim,
-        rms_norm_eps=float(_need(values, "attention.layer_norm_rms_epsilon")),
+        rms_norm_eps=_positive(values, "attention.layer_norm_rms_epsilon"),
         max_position=_need(values, "context_length"),
         rope=_rope_from_gguf(values, "rope_freqs.weight" in tensors),
         tie_word_embeddings="output.weight" not in tensors,
@@ -295,12 +300,12 @@ def _from_gguf(source: ModelSource, gguf: GGUFFile) -> ModelConfig:
 
 
 def _rope_from_gguf(values: dict[str, Any], has_factors: bool) -> RopeConfig:
-    theta = float(values.get("rope.freq_base", 10000.0))
+    theta = _positive({"rope.freq_base": 10000.0, **values}, "rope.freq_base")
     kind = values.get("rope.scaling.type", "none")
     if kind == "none":
         return RopeConfig(theta=theta, kind="factors" if has_factors else "default")
     if kind == "linear" and not has_factors:
-        return RopeConfig(theta=theta, kind=kind, factor=float(_need(values, "rope.scaling.factor")))
+        return RopeConfig(theta=theta, kind=kind, factor=_positive(values, "rope.scaling.factor"))
     raise _unsupported_rope(kind)
 
 
@@ -311,6 +316,24 @@ def _need(values: dict[str, Any], key: str) -> Any:
     if values.get(key) is None:
         raise ModelLoadError(f"the model's configuration lacks {key}", field="model")
     return values[key]
+
+
+def _positive(values: dict[str, Any], key: str) -> float:
+    value = _need(values, key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise _bad(key, "a positive number", value)
+    return float(value)
+
+
+def _flag(values: dict[str, Any], key: str) -> bool:
+    value = values.get(key, False)
+    if not isinstance(value, bool):
+        raise _bad(key, "true or false", value)
+    return value
+
+
+def _bad(key: str, wanted: str, value: object) -> ModelLoadError:
+    return ModelLoadError(f"the model's {key} must be {wanted}, got {value!r:.80}", field="model")
 
 
 def _require_silu(activation: str) -> None:

@@ -47,6 +47,18 @@ def activation_peak(model: Decoder, config: EngineConfig) -> int:
     return peak
 
 
+def activation_estimate(model: Decoder, config: EngineConfig) -> int:
+    """Bytes the largest step takes beside weights and cache on a CPU, where nobody counts them: the tensors alive at
+    once in the widest place, which is the feed-forward part of a layer or the logits."""
+    dims, itemsize = model.config, model.embedding.element_size()
+    tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
+    # The residual, its norm and the output; gate and up in one matrix, and their product.
+    feed_forward = tokens * (3 * dims.hidden_size + 3 * dims.intermediate_size) * itemsize
+    # Logits as computed, in float32, and a working copy of the sampler's.
+    logits = tokens * dims.hidden_size * itemsize + rows * dims.vocab_size * (itemsize + 4 + 4)
+    return max(feed_forward, logits)
+
+
 def recompute_seconds_per_token(model: Decoder, kv_cache: torch.Tensor, config: EngineConfig) -> float:
     """Measured time of a prefill per token; the cache is not changed."""
     count = min(_TRIAL_TOKENS[kv_cache.device.type], config.max_num_batched_tokens)

@@ -30,6 +30,7 @@ from paged_backend.worker.kv_cache import (
 )
 from paged_backend.worker.model_runner import ModelRunner
 from paged_backend.worker.profiling import (
+    activation_estimate,
     activation_peak,
     recompute_seconds_per_token,
     run_dummy,
@@ -98,7 +99,7 @@ class Worker:
         self._runner: ModelRunner | None = ModelRunner(
             model, kv_cache, self.resolved.max_num_seqs, backend, self.num_host_blocks
         )
-        _log_facts(model, self.resolved, self.shape, loaded - started, time.monotonic() - loaded)
+        _log_facts(model, self.resolved, self.shape, self._activations, loaded - started, time.monotonic() - loaded)
         if self.num_host_blocks:
             _log_swap_space(self.num_host_blocks, self.preemption_costs, self.resolved, self.shape)
 
@@ -120,12 +121,13 @@ class Worker:
     def _with_blocks(self, config: EngineConfig, partial: EngineConfig, model: Decoder) -> EngineConfig:
         """Fix the number of blocks: as configured, or as memory allows."""
         if self._device.type == "cuda":
-            peak = activation_peak(model, partial)
+            self._activations = activation_peak(model, partial)
             free, total = torch.cuda.mem_get_info(self._device)
             if config.num_kv_blocks is not None:
                 return partial
-            budget, source = cuda_budget(partial, total=total, used=total - free, peak=peak)
+            budget, source = cuda_budget(partial, total=total, used=total - free, peak=self._activations)
         else:
+            self._activations = activation_estimate(model, partial)
             available = available_memory()
             if config.num_kv_blocks is not None:
                 _check_fits(config.num_kv_blocks, partial, self.shape, available)
@@ -177,17 +179,20 @@ def _warm_up_kernels(model: Decoder, config: EngineConfig, dtype: torch.dtype) -
     )
 
 
-def _log_facts(model: Decoder, config: EngineConfig, shape: ModelShape, load_s: float, prepare_s: float) -> None:
+def _log_facts(
+    model: Decoder, config: EngineConfig, shape: ModelShape, activations: int, load_s: float, prepare_s: float
+) -> None:
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     blocks = config.num_kv_blocks
     tokens = blocks * config.block_size
     cache = (blocks + 1) * kv_block_bytes(shape, config.block_size, config.dtype)
     logger.info(
-        "%s: %.1f MiB of %s weights on %s, loaded in %.1f s; KV cache of %d blocks x %d tokens = %d tokens, %.1f MiB, "
-        "room for %.1f requests of %d tokens; attention backend %s, %d threads, prepared in %.1f s",
-        config.model, weights / 2**20, config.dtype, config.device, load_s, blocks, config.block_size, tokens,
-        cache / 2**20, tokens / config.max_model_len, config.max_model_len, config.attention_backend,
-        config.num_threads, prepare_s,
+        "%s: %.1f MiB of %s weights on %s, loaded in %.1f s; activations of up to %.1f MiB; KV cache of %d blocks x %d "
+        "tokens = %d tokens, %.1f MiB, room for %.1f requests of %d tokens; attention backend %s, %d threads, prepared "
+        "in %.1f s",
+        config.model, weights / 2**20, config.dtype, config.device, load_s, activations / 2**20, blocks,
+        config.block_size, tokens, cache / 2**20, tokens / config.max_model_len, config.max_model_len,
+        config.attention_backend, config.num_threads, prepare_s,
     )  # fmt: skip
 
 

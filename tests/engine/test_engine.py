@@ -7,7 +7,9 @@ import queue
 import threading
 import time
 
+import numpy as np
 import pytest
+import torch
 
 from paged_backend import LLM, SamplingParams
 from paged_backend.config import EngineConfig
@@ -92,6 +94,9 @@ def test_abort_frees_the_blocks_at_once(config, steps):
         ([10**9], {}, "input_ids", "outside the vocabulary"),
         ([1.5], {}, "input_ids", "not an integer"),
         ([True], {}, "input_ids", "not an integer"),
+        ([np.float32(1)], {}, "input_ids", "not an integer"),
+        (np.array([[1, 2]]).tolist(), {}, "input_ids", r"\[0\] is not an integer"),
+        ([10**500], {}, "input_ids", r"= 1000{20,40} is outside the vocabulary"),
         ({"a": 1}, {}, "input_ids", "must be a string or a list"),
         ([1] * 256, {}, "input_ids", r"max_model_len"),
         ([1] * 90, {"max_tokens": 50}, "max_tokens", "8 blocks x 16 tokens = 128 KV slots"),
@@ -103,6 +108,17 @@ def test_what_can_never_be_served_is_refused_at_once(small_pool, prompt, params,
     with pytest.raises(InvalidRequestError, match=message) as caught:
         engine.make_request("x", prompt, SamplingParams(**params), field="input_ids")
     assert caught.value.field == field
+
+
+def test_a_text_that_can_never_fit_is_refused_without_tokenizing_it(config, monkeypatch):
+    engine = Engine(dataclasses.replace(config, model=DEMO_MODEL, skip_tokenizer_init=False, max_model_len=64))
+    longest = 64 * engine.tokenizer.max_token_length
+    with pytest.raises(InvalidRequestError, match=r"`text_input` has \d+ tokens"):
+        engine.make_request("x", "word " * (longest // 5), GREEDY, field="text_input")
+    monkeypatch.setattr(engine.tokenizer, "encode", None)
+    with pytest.raises(InvalidRequestError, match=f"has {longest + 1} characters.*never hold more than {longest}"):
+        engine.make_request("x", "x" * (longest + 1), GREEDY, field="text_input")
+    engine.close()
 
 
 def test_text_needs_a_tokenizer(engine):
@@ -294,6 +310,19 @@ def test_llm_text_stop_strings_and_eos():
             llm.generate("x", [greedy, greedy])
         with pytest.raises(InvalidRequestError, match="prompt_token_ids"):
             llm.generate([{"prompt_tokens": [1]}])
+        for prompts in (None, 5, b"x", [5], [None], {"prompt_token_ids": "ab"}, {"prompt_token_ids": 5}):
+            with pytest.raises(InvalidRequestError, match="prompt"):
+                llm.generate(prompts, greedy, use_tqdm=False)
+        for params in (5, {"temperature": 0}, [{"temperature": 0}], "x"):
+            with pytest.raises(InvalidRequestError, match="`sampling_params` must be"):
+                llm.generate("x", params, use_tqdm=False)
+        for messages in (None, 5, "hello", [], [5], {"role": "user"}, [[5]]):
+            with pytest.raises(InvalidRequestError, match="`messages`"):
+                llm.chat(messages, greedy, use_tqdm=False)
+        # Arrays of ids are ids too.
+        for ids in (np.array(output.prompt_token_ids), torch.tensor(output.prompt_token_ids)):
+            (same,) = llm.generate({"prompt_token_ids": ids}, greedy, use_tqdm=False)
+            assert same.outputs[0].token_ids == output.outputs[0].token_ids
     with pytest.raises(EngineDeadError, match="closed"):
         llm.generate("x")
     llm.close()

@@ -1,14 +1,17 @@
 """However its work is scheduled, a request gives the same tokens and the same log-probabilities (real model, float32).
 
-Alone = batched = chunked = cached = preempted by recomputation = preempted by swapping, for greedy and seeded
-sampling, four outputs side by side and four beams, all with penalties.
+Alone = batched = chunked = cached = preempted by recomputation = preempted by swapping = with a window that is never
+reached, for greedy and seeded sampling, four outputs side by side and four beams, all with penalties.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from paged_backend import LLM, SamplingParams
+from paged_backend.model import config as model_config
 from paged_backend.model_source import DEMO_MODEL
 
 TEXT = (
@@ -119,6 +122,21 @@ def test_cached_gives_the_same(prompts, alone):
             assert llm.stats()["prefix_cache_hits"] > hits
             llm.reset_prefix_cache()
             assert llm.stats()["blocks_cached"] == 0
+
+
+def test_a_window_that_is_not_reached_gives_the_same(prompts, alone, monkeypatch):
+    """The kernels mask and the scheduler releases by the window; with none of it in reach, nothing changes."""
+    window = max(LENGTHS) + 7 + 1
+    read = model_config._from_gguf
+
+    def with_window(*arguments):
+        return dataclasses.replace(read(*arguments), sliding_window=window, mixed_windows=False)
+
+    monkeypatch.setattr(model_config, "_from_gguf", with_window)
+    with _llm() as llm:
+        assert llm.engine.scheduler.policy.sliding_window == window
+        for name, params in CASES.items():
+            _assert_same(_generate(llm, prompts, params), alone[name])
 
 
 def test_siblings_differ_and_seeds_decide(prompts, alone):

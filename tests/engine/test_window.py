@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import transformers
@@ -88,6 +90,34 @@ def test_blocks_in_use_stay_bounded(path, oracle):
             most = max(most, engine.stats()["blocks_used"])
         assert most <= WINDOW // BLOCK_SIZE + 1
         assert tokens == oracle_greedy(oracle, PROMPTS[1], 200)
+
+
+def _most_blocks_used(llm: LLM, monkeypatch) -> list[int]:
+    """A list whose last entry is the highest count of blocks in use after any step from here on."""
+    most, step = [0], llm.engine.step
+
+    def counted():
+        deltas = step()
+        most.append(max(most[-1], llm.stats()["blocks_used"]))
+        return deltas
+
+    monkeypatch.setattr(llm.engine, "step", counted)
+    return most
+
+
+def test_releasing_blocks_changes_nothing(path, monkeypatch):
+    """What the masks hide anyway: the same tokens whether the blocks behind the window are kept or given back."""
+    used, found = [], []
+    for window in (WINDOW, None):
+        with _llm(path) as llm:
+            scheduler = llm.engine.scheduler
+            scheduler.policy = dataclasses.replace(scheduler.policy, sliding_window=window)
+            most = _most_blocks_used(llm, monkeypatch)
+            kinds = (_params(), _params(n=3, temperature=1.0, seed=5))
+            found.append([_generate(llm, PROMPTS, params) for params in kinds])
+            used.append(most[-1])
+    assert found[0] == found[1]
+    assert used[0] < used[1]
 
 
 @pytest.mark.parametrize("num_kv_blocks", [100, 16])

@@ -71,6 +71,8 @@ def test_rope_spellings(read, changes, rope):
         ({"architectures": None}, "unnamed"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        # As transformers reads it: the older key counts where both stand.
+        ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         ({"partial_rotary_factor": 0.5}, "partial"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
@@ -90,6 +92,16 @@ def test_unsupported_variants_are_named(read, changes, named):
         ({"num_key_value_heads": 3}, "KV heads"),
         ({"head_dim": 15}, "head_dim"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ({"rope_scaling": {"type": "linear", "factor": "4"}}, "factor must be a positive number, got '4'"),
+        ({"rope_scaling": ["linear"]}, "rope_scaling must be an object"),
+        ({"rope_theta": "x"}, "rope_theta must be a positive number"),
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, "rope_theta"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps must be a positive number, got -1"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, got 'no'"),
+        ({"attention_bias": 1}, "attention_bias"),
+        ({"mlp_bias": "x" * 1000}, "mlp_bias must be true or false, got .{80}$"),
     ],
 )
 def test_bad_values_are_named(read, changes, named):

@@ -79,12 +79,20 @@ def test_greedy(params, greedy):
         ("model", 3),
         ("tokenizer", 3),
         ("seed", -1),
+        ("num_threads", 0),
+        ("num_threads", 100_000),
     ],
 )
 def test_bad_engine_argument_is_refused_by_name(name, value):
     with pytest.raises(ConfigError, match=f"`{name}`") as caught:
         EngineConfig.from_mapping({name: value})
     assert caught.value.field == name
+
+
+def test_long_values_are_cut_in_the_message():
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(max_model_len="9" * 100_000)
+    assert len(str(caught.value)) < 200
 
 
 def test_unknown_and_contradicting_arguments():

@@ -144,7 +144,13 @@ def test_start_up_facts_are_logged(tiny_llama, caplog):
     with caplog.at_level(logging.INFO, logger="paged_backend"):
         _worker(tiny_llama)
     (line,) = caplog.messages
-    for fact in ("float32 weights on cpu", "128 blocks x 8 tokens = 1024 tokens", "4.0 requests of 256", "backend cpu"):
+    for fact in (
+        "float32 weights on cpu",
+        "activations of up to",
+        "128 blocks x 8 tokens = 1024 tokens",
+        "4.0 requests of 256",
+        "backend cpu",
+    ):
         assert fact in line
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="paged_backend"):
