@@ -148,10 +148,6 @@ class ReservingManager:
         chunk = self._chunks.get(seq_id)
         return list(range(chunk.start, chunk.start + chunk.used)) if chunk else []
 
-    def is_writable(self, seq_id: int, position: int) -> bool:
-        """False: every token goes through `allocate`, which counts the slots in use."""
-        return False
-
     def start(self, seq_id: int, cached: Sequence[int]) -> None:
         """Begin a sequence; there is never anything cached."""
         assert not cached

@@ -94,11 +94,6 @@ class BlockManager:
                 changes.appended[write.seq_id] = added
         return changes
 
-    def is_writable(self, seq_id: int, position: int) -> bool:
-        """True when the sequence has a slot for `position` in a block that needs no copy first."""
-        table, index = self._tables[seq_id], position // self.block_size
-        return index < len(table) and self.pool.is_writable(table[index])
-
     def _blocks_needed(self, writes: Sequence[Write]) -> int:
         needed = 0
         writers: Counter[int] = Counter()

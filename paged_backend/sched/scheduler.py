@@ -126,6 +126,9 @@ class Scheduler:
                 is_live = sequence.finish is None
                 expected = self.blocks.blocks_for(sequence.num_computed_tokens) if is_live else 0
                 assert covered == expected, f"{covered} blocks for {sequence.num_computed_tokens} computed tokens"
+                if len(request.sequences) == 1 and sequence.num_computed_tokens % self.blocks.block_size:
+                    last = self.blocks.block_ids(sequence.seq_id)[-1]
+                    assert self.blocks.pool.is_writable(last), "the block being filled is shared or hashed"
 
     # --- phases of schedule() ---
 
@@ -138,12 +141,28 @@ class Scheduler:
             self._preempt(victim, plan)
 
     def _schedule_running(self, plan: SchedulerOutput) -> None:
-        """Give each running sequence its next tokens, most urgent request first, preempting the last for blocks."""
+        """Give each running sequence its next tokens, most urgent request first, preempting the last for blocks.
+
+        The step of nearly all of them is planned here, at a fraction of the general cost: a request of one sequence
+        that lacks one token, with a slot for it. Off a block boundary there is one, in a last block that is neither
+        full nor shared, for only siblings share such blocks.
+        """
+        rows, block_size = self._worker_rows, self.blocks.block_size
+        # The general way looks after windows, and after tokens that the worker must be told.
+        may_be_simple = self.policy.sliding_window is None and not self._told_tokens
         for request in list(self.running):
             if request.status is not RequestStatus.RUNNING:
                 return  # preempted for a more urgent one, as are all behind it
-            if self._plan_simple_decode(request, plan):
-                continue
+            if may_be_simple and len(request.sequences) == 1 and self._budget(plan) > 0:
+                sequence = request.sequences[0]
+                seq_id, start = sequence.seq_id, sequence.num_computed_tokens
+                if len(sequence.token_ids) - start == 1 and start % block_size and seq_id in rows:
+                    sequence.num_computed_tokens = start + 1
+                    if (start + 1) % block_size == 0:
+                        self.prefix_cache.register(sequence)
+                    plan.scheduled.append(ScheduledSequence(seq_id, start, 1, (seq_id,)))
+                    plan.num_scheduled_tokens += 1
+                    continue
             self._attach_siblings(request)
             work = self._next_work(request, plan)
             if not work:
@@ -152,28 +171,6 @@ class Scheduler:
             if changes is None:
                 return
             self._commit(request, work, changes, plan)
-
-    def _plan_simple_decode(self, request: Request, plan: SchedulerOutput) -> bool:
-        """The step of nearly all running requests, planned at a fraction of the general cost: one sequence, one missing
-        token, a slot for it in the sequence's last block. False, with nothing changed, if it is anything else."""
-        sequence = request.sequences[0]
-        seq_id, start = sequence.seq_id, sequence.num_computed_tokens
-        if (
-            len(request.sequences) > 1
-            or sequence.num_missing_tokens != 1
-            or self._budget(plan) < 1
-            or self.policy.sliding_window is not None
-            or seq_id not in self._worker_rows
-            or seq_id in self._told_tokens
-            or not self.blocks.is_writable(seq_id, start)
-        ):
-            return False
-        sequence.num_computed_tokens = start + 1
-        if sequence.num_computed_tokens % self.blocks.block_size == 0:
-            self.prefix_cache.register(sequence)
-        plan.scheduled.append(ScheduledSequence(seq_id, start, 1, (seq_id,)))
-        plan.num_scheduled_tokens += 1
-        return True
 
     def _schedule_waiting(self, plan: SchedulerOutput) -> None:
         """Admit waiting requests in order until budget, rows or blocks run out (the head never lets others pass)."""
