@@ -81,17 +81,33 @@ class Decoder(nn.Module):
             metadata: how the T tokens divide into sequences.
 
         Returns:
-            Normalised hidden states [T, hidden_size].
+            Hidden states [T, hidden_size], for `compute_logits`.
         """
         hidden = functional.embedding(input_ids, self.embedding)
         rotary = rotary_tables(positions, self.frequencies, hidden.dtype)
         for layer, layer_cache in zip(self.layers, kv_cache, strict=True):
             hidden = layer(hidden, rotary, layer_cache, metadata)
-        return rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
+        return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the rows of `hidden` [R, hidden_size]: float32 [R, vocab_size]."""
+        hidden = rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
         return functional.linear(hidden, self.head).float()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, and so of the KV cache."""
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embedding.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights."""
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters())
 
     def weight_slots(self) -> dict[str, torch.Tensor]:
         """Where each weight goes, by its name in transformers checkpoints: views into the fused parameters."""

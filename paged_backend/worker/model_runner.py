@@ -20,7 +20,7 @@ import torch
 
 from paged_backend.errors import PagedBackendError
 from paged_backend.model.attention import AttentionMetadata
-from paged_backend.model.decoder import Decoder
+from paged_backend.model.cpu_decoder import Model
 from paged_backend.sched.output import ScheduledSequence, SchedulerOutput, WorkerOutput
 from paged_backend.worker.block_copy import HostPool, copy_blocks
 from paged_backend.worker.input_batch import InputBatch
@@ -60,7 +60,7 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Decoder, kv_cache: torch.Tensor, max_num_seqs: int, backend: str, num_host_blocks: int = 0
+        self, model: Model, kv_cache: torch.Tensor, max_num_seqs: int, backend: str, num_host_blocks: int = 0
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache

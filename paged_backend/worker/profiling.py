@@ -13,7 +13,7 @@ import torch
 
 from paged_backend.config import EngineConfig
 from paged_backend.model.attention import AttentionMetadata
-from paged_backend.model.decoder import Decoder
+from paged_backend.model.cpu_decoder import Model
 from paged_backend.sampling.logprobs import token_logprobs
 from paged_backend.sampling.sampler import SamplingBatch, sample
 from paged_backend.sampling_params import MAX_LOGPROBS
@@ -25,13 +25,12 @@ _TRIAL_TOKENS = {"cpu": 48, "cuda": 512}
 _TRIAL_BLOCKS = 8
 
 
-def activation_peak(model: Decoder, config: EngineConfig) -> int:
+def activation_peak(model: Model, config: EngineConfig) -> int:
     """Bytes the largest step takes beside weights and cache, measured on a GPU."""
-    weights = model.embedding
-    tiny = allocate_kv_cache(model.config.shape, 1, config.block_size, weights.dtype, weights.device)
+    tiny = allocate_kv_cache(model.config.shape, 1, config.block_size, model.dtype, model.device)
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(weights.device)
-    before = torch.cuda.memory_allocated(weights.device)
+    torch.cuda.reset_peak_memory_stats(model.device)
+    before = torch.cuda.memory_allocated(model.device)
     logits = run_dummy(
         model,
         tiny.zero_(),  # sampling refuses the NaN that uninitialised memory could lead to
@@ -41,16 +40,16 @@ def activation_peak(model: Decoder, config: EngineConfig) -> int:
     )
     tokens = sample(logits, _costliest_sampling(len(logits)))
     token_logprobs(logits, tokens, MAX_LOGPROBS)
-    torch.cuda.synchronize(weights.device)
-    peak = torch.cuda.max_memory_allocated(weights.device) - before
+    torch.cuda.synchronize(model.device)
+    peak = torch.cuda.max_memory_allocated(model.device) - before
     torch.cuda.empty_cache()
     return peak
 
 
-def activation_estimate(model: Decoder, config: EngineConfig) -> int:
+def activation_estimate(model: Model, config: EngineConfig) -> int:
     """Bytes the largest step takes beside weights and cache on a CPU, where nobody counts them: the tensors alive at
     once in the widest place, which is the feed-forward part of a layer or the logits."""
-    dims, itemsize = model.config, model.embedding.element_size()
+    dims, itemsize = model.config, model.dtype.itemsize
     tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
     # The residual, its norm and the output; gate and up in one matrix, and their product.
     feed_forward = tokens * (3 * dims.hidden_size + 3 * dims.intermediate_size) * itemsize
@@ -59,7 +58,7 @@ def activation_estimate(model: Decoder, config: EngineConfig) -> int:
     return max(feed_forward, logits)
 
 
-def recompute_seconds_per_token(model: Decoder, kv_cache: torch.Tensor, config: EngineConfig) -> float:
+def recompute_seconds_per_token(model: Model, kv_cache: torch.Tensor, config: EngineConfig) -> float:
     """Measured time of a prefill per token; the cache is not changed."""
     count = min(_TRIAL_TOKENS[kv_cache.device.type], config.max_num_batched_tokens)
 
@@ -101,7 +100,7 @@ def _wait(device: torch.device) -> None:
 
 
 @torch.inference_mode()
-def run_dummy(model: Decoder, kv_cache: torch.Tensor, *, num_tokens: int, num_seqs: int, backend: str) -> torch.Tensor:
+def run_dummy(model: Model, kv_cache: torch.Tensor, *, num_tokens: int, num_seqs: int, backend: str) -> torch.Tensor:
     """Logits of a step of `num_tokens` tokens and `num_seqs` sampled rows, which writes nothing into the cache.
 
     All of them read the first block (the null block), so sequences are cut to what a block holds.

@@ -16,7 +16,7 @@ import torch
 from paged_backend.config import EngineConfig, ModelShape, kv_block_bytes
 from paged_backend.errors import ConfigError
 from paged_backend.model.config import read_model_config
-from paged_backend.model.decoder import Decoder
+from paged_backend.model.cpu_decoder import CpuDecoder, Model
 from paged_backend.model.loader import load_model
 from paged_backend.model_source import resolve_model
 from paged_backend.sched.output import SchedulerOutput, WorkerOutput
@@ -81,7 +81,10 @@ class Worker:
         assert partial.max_model_len, "resolve() sets it"
         self.shape: ModelShape = read.for_context(partial.max_model_len).shape
         torch_dtype = TORCH_DTYPES[dtype]
-        model = load_model(source, dtype=torch_dtype, device=self._device, max_model_len=partial.max_model_len)
+        decoder = load_model(source, dtype=torch_dtype, device=self._device, max_model_len=partial.max_model_len)
+        native = backend == "cpu" and CpuDecoder.supports(decoder.config)
+        model: Model = CpuDecoder(decoder, partial.max_num_batched_tokens) if native else decoder
+        del decoder
         loaded = time.monotonic()
         _warm_up_kernels(model, partial, torch_dtype)
         self.resolved = self._with_blocks(config, partial, model)
@@ -118,7 +121,7 @@ class Worker:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _with_blocks(self, config: EngineConfig, partial: EngineConfig, model: Decoder) -> EngineConfig:
+    def _with_blocks(self, config: EngineConfig, partial: EngineConfig, model: Model) -> EngineConfig:
         """Fix the number of blocks: as configured, or as memory allows."""
         if self._device.type == "cuda":
             self._activations = activation_peak(model, partial)
@@ -167,7 +170,7 @@ def _host_blocks(config: EngineConfig, shape: ModelShape) -> int:
     return size // kv_block_bytes(shape, config.block_size, config.dtype)
 
 
-def _warm_up_kernels(model: Decoder, config: EngineConfig, dtype: torch.dtype) -> None:
+def _warm_up_kernels(model: Model, config: EngineConfig, dtype: torch.dtype) -> None:
     ops.warmup(
         num_q_heads=model.config.num_heads,
         num_kv_heads=model.config.num_kv_heads,
@@ -180,9 +183,9 @@ def _warm_up_kernels(model: Decoder, config: EngineConfig, dtype: torch.dtype) -
 
 
 def _log_facts(
-    model: Decoder, config: EngineConfig, shape: ModelShape, activations: int, load_s: float, prepare_s: float
+    model: Model, config: EngineConfig, shape: ModelShape, activations: int, load_s: float, prepare_s: float
 ) -> None:
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    weights = model.num_bytes
     blocks = config.num_kv_blocks
     tokens = blocks * config.block_size
     cache = (blocks + 1) * kv_block_bytes(shape, config.block_size, config.dtype)

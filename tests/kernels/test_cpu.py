@@ -145,8 +145,8 @@ from paged_kernels import ops
 from paged_kernels.cpu import decode, kv_write, prefill
 sizes = dict(num_q_heads=2, num_kv_heads=1, head_dim=16, block_size=16, dtype=torch.bfloat16)
 ops.warmup(**sizes, backend="cpu")
-kernels = [decode._build(16, 2, decode.element_type(torch.bfloat16)),
-           prefill._build(16, decode.element_type(torch.bfloat16)),
+kernels = [decode.build_decode(16, 2, decode.element_type(torch.bfloat16)),
+           prefill.build_prefill(16, decode.element_type(torch.bfloat16)),
            kv_write._build(16, decode.element_type(torch.bfloat16))]
 print([k.cache_hits for k in kernels])
 """

@@ -17,20 +17,18 @@ from numba import carray
 from paged_kernels.cpu.micro import (
     BUILD_TAG,
     add_values,
-    fetch_add,
     group_scores,
     load_row,
-    pointer,
-    prefetch,
     row_softmax,
 )
+from paged_kernels.cpu.primitives import fetch_add, pointer, prefetch
 from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel, element_type, launch, thread_count
 
 SPLIT_TOKENS = 512
 _TILE = 64  # tokens per online-softmax step; a multiple of 16
 _PARALLEL_PRODUCTS = 1 << 18  # multiply-adds per product; below this, waking threads costs more than the work
-_ARGUMENTS = Arguments(
-    "query k_cache v_cache tables lens out chunk_seq chunk_at acc top norm alpha counter done",
+DECODE_ARGUMENTS = Arguments(
+    "query k_cache v_cache tables lens out chunk_seq chunk_at acc top norm alpha done",
     "seqs chunks heads block_size window table_row query_token query_head out_token out_head "
     "k_block k_head k_token v_block v_head v_token",
     "scale",
@@ -38,11 +36,11 @@ _ARGUMENTS = Arguments(
 
 
 @cache
-def _build(head_dim: int, group: int, element: type):
+def build_decode(head_dim: int, group: int, element: type):
     """The kernel for one head size and group. Longer than a screen because of what `decode` in it says."""
     tag, dim, rows, tile = BUILD_TAG, head_dim, group, _TILE
 
-    def decode(arguments):
+    def decode(arguments, taken, items):
         """Longer than a screen because the sizes must reach the intrinsics as literals of one function: numba's
         disk cache cannot key on a closure that holds another compiled function."""
         _ = tag
@@ -59,17 +57,19 @@ def _build(head_dim: int, group: int, element: type):
         top = carray(pointer(args.top), UNBOUNDED, np.float32)
         norm = carray(pointer(args.norm), UNBOUNDED, np.float32)
         alpha = carray(pointer(args.alpha), UNBOUNDED, np.float32)
-        counter = carray(pointer(args.counter), 1, np.int64)
+        counter = carray(taken, 1)
         done = carray(pointer(args.done), UNBOUNDED, np.int64)
         heads, block_size = args.heads, args.block_size
         query = np.empty(rows * dim, dtype=np.float32)
         scores = np.empty(rows * tile, dtype=np.float32)
         total = np.empty(dim, dtype=np.float32)
         weight = np.empty(1, dtype=np.float32)
+        count = 0
         while True:
             item = fetch_add(counter, 0)
-            if item >= args.chunks * heads:
-                break
+            if item >= items:
+                return count
+            count += 1
             chunk = item // heads
             head = item - chunk * heads
             seq = np.int64(chunk_seq[chunk])
@@ -118,6 +118,7 @@ def _build(head_dim: int, group: int, element: type):
                     t += many
             if fetch_add(done, seq * heads + head) + 1 < last - first:
                 continue
+            done[seq * heads + head] = 0  # for the next layer or step
             for g in range(rows):
                 highest = np.float32(-np.inf)
                 for part in range(first, last):
@@ -135,7 +136,7 @@ def _build(head_dim: int, group: int, element: type):
                 at = seq * args.out_token + (head * rows + g) * args.out_head
                 load_row(out, at, total, 0, inverse, dim)
 
-    return compile_kernel(decode, _ARGUMENTS)
+    return compile_kernel(decode, DECODE_ARGUMENTS)
 
 
 def _chunks(lens: list[int], window: int):
@@ -146,6 +147,44 @@ def _chunks(lens: list[int], window: int):
     at = np.zeros(len(lens) + 1, dtype=np.int64)
     np.cumsum(counts, out=at[1:])
     return np.repeat(np.arange(len(lens), dtype=np.int32), counts), at
+
+
+def attention_fields(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+) -> dict:
+    """Where everything is: the argument fields that decode and prefill kernels share."""
+    k_block, k_head, k_token, _ = k_cache.stride()
+    v_block, v_head, v_token, _ = v_cache.stride()
+    return {
+        "query": query, "k_cache": k_cache, "v_cache": v_cache, "tables": block_tables, "lens": seq_lens, "out": out,
+        "heads": k_cache.shape[1], "block_size": k_cache.shape[2], "table_row": block_tables.stride(0),
+        "query_token": query.stride(0), "query_head": query.stride(1),
+        "out_token": out.stride(0), "out_head": out.stride(1),
+        "k_block": k_block, "k_head": k_head, "k_token": k_token,
+        "v_block": v_block, "v_head": v_head, "v_token": v_token,
+    }  # fmt: skip
+
+
+def plan_decode(lens: list[int], q_heads: int, heads: int, dim: int, window: int) -> tuple[dict, int]:
+    """A step's own argument fields, scratch memory included, and its number of work items."""
+    chunk_seq, chunk_at = _chunks(lens, window)
+    rows = chunk_seq.size * q_heads
+    top, norm, alpha = np.empty((3, rows), dtype=np.float32)
+    fields = {
+        "chunk_seq": chunk_seq, "chunk_at": chunk_at, "acc": np.empty(rows * dim, dtype=np.float32),
+        "top": top, "norm": norm, "alpha": alpha, "seqs": len(lens), "chunks": chunk_seq.size,
+    }  # fmt: skip
+    return fields, chunk_seq.size * heads
+
+
+def softmax_scale(scale: float) -> float:
+    """What the kernels multiply scores by: their softmax is in base 2."""
+    return scale * math.log2(math.e)
 
 
 def decode_attention(
@@ -167,22 +206,10 @@ def decode_attention(
     q_heads, dim = query.shape[1:]
     heads = k_cache.shape[1]
     lens = seq_lens.tolist()[:seqs]
-    chunk_seq, chunk_at = _chunks(lens, window)
-    rows = chunk_seq.size * q_heads
-    acc = np.empty(rows * dim, dtype=np.float32)
-    top, norm, alpha = np.empty((3, rows), dtype=np.float32)
-    counters = np.zeros(1 + seqs * heads, dtype=np.int64)
-    k_block, k_head, k_token, _ = k_cache.stride()
-    v_block, v_head, v_token, _ = v_cache.stride()
-    record = _ARGUMENTS.pack(
-        query=query, k_cache=k_cache, v_cache=v_cache, tables=block_tables, lens=seq_lens, out=out,
-        chunk_seq=chunk_seq, chunk_at=chunk_at, acc=acc, top=top, norm=norm, alpha=alpha,
-        counter=counters, done=counters[1:], seqs=seqs, chunks=chunk_seq.size, heads=heads,
-        block_size=k_cache.shape[2], window=window, table_row=block_tables.stride(0),
-        query_token=query.stride(0), query_head=query.stride(1), out_token=out.stride(0), out_head=out.stride(1),
-        k_block=k_block, k_head=k_head, k_token=k_token, v_block=v_block, v_head=v_head, v_token=v_token,
-        scale=scale * math.log2(math.e),
-    )  # fmt: skip
+    fields, items = plan_decode(lens, q_heads, heads, dim, window)
+    done = np.zeros(seqs * heads, dtype=np.int64)
+    where = attention_fields(query, k_cache, v_cache, block_tables, seq_lens, out)
+    record = DECODE_ARGUMENTS.pack(**where, **fields, done=done, window=window, scale=softmax_scale(scale))
     products = sum(min(n, window) for n in lens) * q_heads * dim
     threads = thread_count() if products >= _PARALLEL_PRODUCTS else 1
-    launch(_build(dim, q_heads // heads, element_type(query.dtype)), record, threads)
+    launch(build_decode(dim, q_heads // heads, element_type(query.dtype)), record, items, threads)

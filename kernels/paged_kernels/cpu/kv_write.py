@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from numba import carray
 
-from paged_kernels.cpu.micro import BUILD_TAG, copy_row, fetch_add, pointer
+from paged_kernels.cpu.micro import BUILD_TAG, copy_row
+from paged_kernels.cpu.primitives import fetch_add, pointer
 from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel, element_type, launch, thread_count
 
 _PARALLEL_ELEMENTS = 1 << 17  # below this, waking threads costs more than the copy
 _TOKENS_PER_ITEM = 64
 _ARGUMENTS = Arguments(
-    "key value k_cache v_cache slots counter",
+    "key value k_cache v_cache slots",
     "tokens heads block_size key_token key_head value_token value_head k_block k_head k_token v_block v_head v_token",
 )
 
@@ -24,7 +25,7 @@ _ARGUMENTS = Arguments(
 def _build(head_dim: int, element: type):
     tag, dim = BUILD_TAG, head_dim
 
-    def write(arguments):
+    def write(arguments, taken, items):
         _ = tag
         args = carray(arguments, 1)[0]
         key = carray(pointer(args.key), UNBOUNDED, element)
@@ -32,11 +33,14 @@ def _build(head_dim: int, element: type):
         k_cache = carray(pointer(args.k_cache), UNBOUNDED, element)
         v_cache = carray(pointer(args.v_cache), UNBOUNDED, element)
         slots = carray(pointer(args.slots), args.tokens, np.int64)
-        counter = carray(pointer(args.counter), 1, np.int64)
+        counter = carray(taken, 1)
+        done = 0
         while True:
-            first = fetch_add(counter, 0) * _TOKENS_PER_ITEM
-            if first >= args.tokens:
-                break
+            item = fetch_add(counter, 0)
+            if item >= items:
+                return done
+            done += 1
+            first = item * _TOKENS_PER_ITEM
             for token in range(first, min(args.tokens, first + _TOKENS_PER_ITEM)):
                 slot = slots[token]
                 if slot < 0:
@@ -63,14 +67,13 @@ def write_kv(
 ) -> None:
     """See `ops.write_kv`; arguments are validated there."""
     tokens, heads, dim = key.shape
-    counter = np.zeros(1, dtype=np.int64)
     k_block, k_head, k_token, _ = k_cache.stride()
     v_block, v_head, v_token, _ = v_cache.stride()
     record = _ARGUMENTS.pack(
-        key=key, value=value, k_cache=k_cache, v_cache=v_cache, slots=slot_mapping, counter=counter,
+        key=key, value=value, k_cache=k_cache, v_cache=v_cache, slots=slot_mapping,
         tokens=tokens, heads=heads, block_size=k_cache.shape[2],
         key_token=key.stride(0), key_head=key.stride(1), value_token=value.stride(0), value_head=value.stride(1),
         k_block=k_block, k_head=k_head, k_token=k_token, v_block=v_block, v_head=v_head, v_token=v_token,
     )  # fmt: skip
     threads = thread_count() if key.numel() >= _PARALLEL_ELEMENTS else 1
-    launch(_build(dim, element_type(key.dtype)), record, threads)
+    launch(_build(dim, element_type(key.dtype)), record, -(-tokens // _TOKENS_PER_ITEM), threads)

@@ -24,10 +24,12 @@ from numba.core import cgutils, types
 from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
 
+from paged_kernels.cpu import primitives
+
 PANEL = 16
 """Query rows the prefill kernel handles side by side; the width of the vectors it works in."""
 
-BUILD_TAG = zlib.crc32(Path(__file__).read_bytes())
+BUILD_TAG = zlib.crc32(Path(__file__).read_bytes(), primitives.BUILD_TAG)
 """Closure constant of every kernel built from this file: numba's disk cache looks only at the file of the
 function it compiles, so without it an edit here would leave stale machine code in use."""
 
@@ -173,60 +175,6 @@ class _Emit:
             for slot, value in zip(slots, new, strict=True):
                 self.b.store(value, slot)
         return [self.b.load(s) for s in slots]
-
-
-@intrinsic
-def fetch_add(typingctx, counter, index):
-    """Atomically add one to counter[index] (int64) and return what it was; orders the memory around it.
-
-    Work items are taken with it, and the worker that finishes the last part of a result learns so.
-    """
-
-    def codegen(context, builder, sig, args):
-        data = context.make_array(sig.args[0])(context, builder, value=args[0]).data
-        return builder.atomic_rmw("add", builder.gep(data, [args[1]]), ir.Constant(_I64, 1), "acq_rel")
-
-    return types.int64(counter, types.int64), codegen
-
-
-@intrinsic
-def call_kernel(typingctx, address, record):
-    """Call a compiled kernel, `void (void *)`, with the address of its argument record."""
-
-    def codegen(context, builder, sig, args):
-        pointer = ir.IntType(8).as_pointer()
-        signature = ir.FunctionType(ir.VoidType(), [pointer])
-        function = builder.inttoptr(args[0], signature.as_pointer())
-        builder.call(function, [builder.inttoptr(args[1], pointer)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
-
-
-@intrinsic
-def pointer(typingctx, address):
-    """An address as a typeless pointer, for `numba.carray`."""
-
-    def codegen(context, builder, sig, args):
-        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.int64), codegen
-
-
-@intrinsic
-def prefetch(typingctx, array, offset):
-    """Ask for the cache line at an element offset; never faults."""
-
-    def codegen(context, builder, sig, args):
-        emit = _Emit(context, builder)
-        data, _ = emit.base(sig.args[0], args[0])
-        ptr = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
-        fnty = ir.FunctionType(ir.VoidType(), [ptr.type, _I32, _I32, _I32])
-        fn = cgutils.get_or_insert_function(builder.module, fnty, "llvm.prefetch.p0")
-        builder.call(fn, [ptr] + [ir.Constant(_I32, v) for v in (0, 3, 1)])
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64), codegen
 
 
 @intrinsic(prefer_literal=True)

@@ -12,30 +12,29 @@ Tiles of keys lie at multiples of their size whatever the batch, the chunk or th
 on its own sequence alone, since a tile that a row does not see at all leaves its sums as they are.
 """
 
-import math
 from functools import cache
 
 import numpy as np
 import torch
 from numba import carray
 
+from paged_kernels.cpu.decode import attention_fields, softmax_scale
 from paged_kernels.cpu.micro import (
     BUILD_TAG,
     PANEL,
     add_values,
     copy_row,
-    fetch_add,
     load_row,
     panel_scores,
     panel_softmax,
-    pointer,
 )
+from paged_kernels.cpu.primitives import fetch_add, pointer
 from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel, element_type, launch, thread_count
 
 _ROWS = 64  # query rows per item; fewer when that would leave threads idle
 _PARALLEL_PRODUCTS = 1 << 20  # multiply-adds per product; below this, waking threads costs more than the work
-_ARGUMENTS = Arguments(
-    "query k_cache v_cache tables lens starts out tile_seq tile_at counter",
+PREFILL_ARGUMENTS = Arguments(
+    "query k_cache v_cache tables lens starts out tile_seq tile_at",
     "seqs tiles tokens_per_tile heads group block_size window table_row query_token query_head out_token out_head "
     "k_block k_head k_token v_block v_head v_token",
     "scale",
@@ -48,11 +47,11 @@ def _key_tile(head_dim: int) -> int:
 
 
 @cache
-def _build(head_dim: int, element: type):
+def build_prefill(head_dim: int, element: type):
     """The kernel for one head size. Longer than a screen because of what `prefill` in it says."""
     tag, dim, tile = BUILD_TAG, head_dim, _key_tile(head_dim)
 
-    def prefill(arguments):
+    def prefill(arguments, taken, items):
         """Longer than a screen because the sizes must reach the intrinsics as literals of one function: numba's
         disk cache cannot key on a closure that holds another compiled function."""
         _ = tag
@@ -66,7 +65,7 @@ def _build(head_dim: int, element: type):
         starts = carray(pointer(args.starts), args.seqs + 1, np.int32)
         tile_seq = carray(pointer(args.tile_seq), args.tiles, np.int32)
         tile_at = carray(pointer(args.tile_at), args.tiles, np.int32)
-        counter = carray(pointer(args.counter), 1, np.int64)
+        counter = carray(taken, 1)
         heads, per_token, block_size = args.heads, args.group, args.block_size
         panels = (args.tokens_per_tile * per_token + PANEL - 1) // PANEL
         query = np.zeros(panels * dim * PANEL, dtype=np.float32)
@@ -79,10 +78,12 @@ def _build(head_dim: int, element: type):
         s = np.empty(tile * PANEL, dtype=np.float32)
         buffer = np.empty(dim, dtype=np.float32)
         position = np.empty(panels * PANEL, dtype=np.int64)
+        done = 0
         while True:
             item = fetch_add(counter, 0)
-            if item >= args.tiles * heads:
-                break
+            if item >= items:
+                return done
+            done += 1
             # The last tiles see the longest contexts: taking them first evens out the finish.
             index = args.tiles - 1 - item // heads
             head = item % heads
@@ -147,7 +148,7 @@ def _build(head_dim: int, element: type):
                 at = (first + r // per_token) * args.out_token + q_head * args.out_head
                 load_row(out, at, o, r * dim, inverse, dim)
 
-    return compile_kernel(prefill, _ARGUMENTS)
+    return compile_kernel(prefill, PREFILL_ARGUMENTS)
 
 
 def _tiles(query_lens: np.ndarray, tokens: int):
@@ -157,6 +158,20 @@ def _tiles(query_lens: np.ndarray, tokens: int):
     seq = np.repeat(np.arange(query_lens.size, dtype=np.int32), counts)
     within = np.arange(seq.size, dtype=np.int64) - np.repeat(ends - counts, counts)
     return seq, (within * tokens).astype(np.int32)
+
+
+def plan_prefill(query_lens: np.ndarray, heads: int, group: int, threads: int) -> tuple[dict, int]:
+    """A step's own argument fields, for sequences of so many query tokens, and its number of work items."""
+    total = int(query_lens.sum())
+    tokens = max(1, _ROWS // group)
+    while tokens * group > PANEL and -(-total // tokens) * heads < 2 * threads:
+        tokens = -(-tokens // 2)
+    tile_seq, tile_at = _tiles(query_lens, tokens)
+    fields = {
+        "tile_seq": tile_seq, "tile_at": tile_at, "seqs": query_lens.size, "tiles": tile_seq.size,
+        "tokens_per_tile": tokens, "group": group,
+    }  # fmt: skip
+    return fields, tile_seq.size * heads
 
 
 def prefill_attention(
@@ -175,27 +190,14 @@ def prefill_attention(
     Each row sees the last `window` tokens up to its own.
     """
     heads, (q_heads, dim) = k_cache.shape[1], query.shape[1:]
-    group = q_heads // heads
     query_lens = np.diff(query_start_loc.numpy())
-    total = int(query_lens.sum())
     queries = query_lens.astype(np.int64)
     seen = np.minimum(seq_lens.numpy(), queries + window)
     products = int((queries * seen).sum()) * q_heads * dim
     threads = thread_count() if products >= _PARALLEL_PRODUCTS else 1
-    tokens = max(1, _ROWS // group)
-    while tokens * group > PANEL and -(-total // tokens) * heads < 2 * threads:
-        tokens = -(-tokens // 2)
-    tile_seq, tile_at = _tiles(query_lens, tokens)
-    counter = np.zeros(1, dtype=np.int64)
-    k_block, k_head, k_token, _ = k_cache.stride()
-    v_block, v_head, v_token, _ = v_cache.stride()
-    record = _ARGUMENTS.pack(
-        query=query, k_cache=k_cache, v_cache=v_cache, tables=block_tables, lens=seq_lens,
-        starts=query_start_loc, out=out, tile_seq=tile_seq, tile_at=tile_at, counter=counter,
-        seqs=query_lens.size, tiles=tile_seq.size, tokens_per_tile=tokens, heads=heads, group=group,
-        block_size=k_cache.shape[2], window=window, table_row=block_tables.stride(0),
-        query_token=query.stride(0), query_head=query.stride(1), out_token=out.stride(0), out_head=out.stride(1),
-        k_block=k_block, k_head=k_head, k_token=k_token, v_block=v_block, v_head=v_head, v_token=v_token,
-        scale=scale * math.log2(math.e),
-    )  # fmt: skip
-    launch(_build(dim, element_type(query.dtype)), record, threads)
+    fields, items = plan_prefill(query_lens, heads, q_heads // heads, threads)
+    where = attention_fields(query, k_cache, v_cache, block_tables, seq_lens, out)
+    record = PREFILL_ARGUMENTS.pack(
+        **where, **fields, starts=query_start_loc, window=window, scale=softmax_scale(scale)
+    )
+    launch(build_prefill(dim, element_type(query.dtype)), record, items, threads)

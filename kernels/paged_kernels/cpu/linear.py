@@ -1,0 +1,143 @@
+"""Linear layers over packed weights (CPU), for any number of rows, with what follows them folded in.
+
+    store      out[t, n] = y            float32
+    add        out[t, n] += y           float32: the residual stream
+    gated      out[t, n] = silu(gate) * up, in the activations' own type; the weights hold gate and up
+
+where y = a @ weight.T + bias, summed in float32. A work item is one panel of outputs for all rows, so that the weights
+are read from memory once however many rows there are; at few rows that reading is all the time there is.
+"""
+
+from functools import cache
+
+import numpy as np
+import torch
+from numba import carray
+
+from paged_kernels.cpu.micro import load_row
+from paged_kernels.cpu.primitives import fetch_add, pointer
+from paged_kernels.cpu.products import PANEL_OUTPUTS, TAG, gate, panel_product
+from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel
+
+LINEAR_ARGUMENTS = Arguments("a weight bias out", "rows depth outputs a_row out_row has_bias")
+EPILOGUES = ("store", "add", "gated")
+_HALF = PANEL_OUTPUTS // 2
+
+
+class PackedLinear:
+    """A weight matrix in the kernels' panel layout (see `products`), with its bias.
+
+    Args:
+        weight: [outputs, depth] float32 or bfloat16; depth is even for the latter.
+        bias: [outputs] or None.
+        gated: the first half of the outputs are gates, the second half what they gate; each panel then holds 16 of
+            both, and `outputs` counts pairs.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False) -> None:
+        self.outputs, self.depth = weight.shape
+        self.gated = gated
+        if gated:
+            self.outputs //= 2
+            weight = _interleaved(weight)
+            bias = None if bias is None else _interleaved(bias[:, None])[:, 0]
+        self.panels = -(-weight.shape[0] // PANEL_OUTPUTS)
+        missing = self.panels * PANEL_OUTPUTS - weight.shape[0]
+        if missing:
+            weight = torch.cat([weight, weight.new_zeros(missing, self.depth)])
+            bias = None if bias is None else torch.cat([bias, bias.new_zeros(missing)])
+        step = 2 if weight.dtype == torch.bfloat16 else 1
+        panels = weight.view(self.panels, PANEL_OUTPUTS, self.depth // step, step)
+        self.weight = panels.transpose(1, 2).contiguous()
+        self.bias = None if bias is None else bias.float()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights."""
+        return self.weight.numel() * self.weight.element_size()
+
+    def fields(self) -> dict:
+        """The argument fields that do not change."""
+        has_bias = self.bias is not None
+        bias = self.bias if has_bias else self.weight
+        return {
+            "weight": self.weight, "bias": bias, "has_bias": has_bias, "depth": self.depth, "outputs": self.outputs,
+        }  # fmt: skip
+
+
+def _interleaved(weight: torch.Tensor) -> torch.Tensor:
+    """[2 * n, depth], gates first, to alternating groups of 16 gates and 16 of the others, padded to whole groups."""
+    count, depth = weight.shape[0] // 2, weight.shape[1]
+    groups = -(-count // _HALF)
+    parts = weight.new_zeros(2, groups * _HALF, depth)
+    parts[:, :count] = weight.view(2, count, depth)
+    return parts.view(2, groups, _HALF, depth).transpose(0, 1).reshape(-1, depth)
+
+
+@cache
+def build_linear(element: type, epilogue: str):
+    """The kernel for one type of weights and activations and one of EPILOGUES. Longer than a screen because the sizes
+    must reach the intrinsics as literals of one function."""
+    tag, width, half = TAG, PANEL_OUTPUTS, _HALF
+    gated, add = epilogue == "gated", epilogue == "add"
+    out_element = element if gated else np.float32
+
+    def linear(arguments, taken, items):
+        """Longer than a screen because the sizes must reach the intrinsics as literals of one function."""
+        _ = tag
+        args = carray(arguments, 1)[0]
+        a = carray(pointer(args.a), UNBOUNDED, element)
+        weight = carray(pointer(args.weight), UNBOUNDED, element)
+        bias = carray(pointer(args.bias), UNBOUNDED, np.float32)
+        out = carray(pointer(args.out), UNBOUNDED, out_element)
+        counter = carray(taken, 1)
+        c = np.empty(8 * width, dtype=np.float32)
+        done = 0
+        while True:
+            panel = fetch_add(counter, 0)
+            if panel >= items:
+                return done
+            done += 1
+            at = panel * args.depth * width
+            row = 0
+            while row < args.rows:
+                left = args.rows - row
+                if left >= 8:
+                    panel_product(c, 0, a, row * args.a_row, args.a_row, weight, at, args.depth, 8)
+                    count = 8
+                elif left >= 4:
+                    panel_product(c, 0, a, row * args.a_row, args.a_row, weight, at, args.depth, 4)
+                    count = 4
+                elif left >= 2:
+                    panel_product(c, 0, a, row * args.a_row, args.a_row, weight, at, args.depth, 2)
+                    count = 2
+                else:
+                    panel_product(c, 0, a, row * args.a_row, args.a_row, weight, at, args.depth, 1)
+                    count = 1
+                if args.has_bias:
+                    for r in range(count):
+                        for i in range(width):
+                            c[r * width + i] += bias[panel * width + i]
+                if gated:
+                    many = min(half, args.outputs - panel * half)
+                    for r in range(count):
+                        where = (row + r) * args.out_row + panel * half
+                        gate(c, r * width, half)
+                        if many == half:
+                            load_row(out, where, c, r * width, np.float32(1.0), half)
+                        else:
+                            for i in range(many):
+                                load_row(out, where + i, c, r * width + i, np.float32(1.0), 1)
+                else:
+                    many = min(width, args.outputs - panel * width)
+                    for r in range(count):
+                        where = (row + r) * args.out_row + panel * width
+                        if add:
+                            for i in range(many):
+                                out[where + i] += c[r * width + i]
+                        else:
+                            for i in range(many):
+                                out[where + i] = c[r * width + i]
+                row += count
+
+    return compile_kernel(linear, LINEAR_ARGUMENTS)

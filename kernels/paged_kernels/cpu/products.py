@@ -1,0 +1,224 @@
+"""Register-blocked products of activation rows with a packed panel of weights, emitted as LLVM IR.
+
+A panel is the weights of PANEL_OUTPUTS outputs, stored so that the products stream through it once, front to back:
+
+    float32   [k][output]                one multiply-add per weight
+    bfloat16  [k / 2][output][2]         pairs along k, the operand layout of AVX512-BF16's dot product
+
+Sums are float32 in registers whatever the inputs are. Without AVX512-BF16 a pair is widened to float32 by a shift and
+a mask. A row's sum goes along k in order, so its bits depend neither on the other rows nor on the thread count. Knows
+nothing of threads or models; `linear.py` calls it.
+"""
+
+import math
+import zlib
+from pathlib import Path
+
+import llvmlite.binding
+import numba
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from paged_kernels.cpu.micro import BUILD_TAG, _chunks, _Emit, _literal
+
+PANEL_OUTPUTS = 32
+"""Outputs per panel: two 16-lane vectors."""
+
+ROW_BLOCKS = (8, 4, 2, 1)
+"""Rows multiplied at a time: enough independent sums to keep the multipliers busy, in registers that suffice."""
+
+TAG = zlib.crc32(Path(__file__).read_bytes(), BUILD_TAG)
+
+_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_LANES = 16
+
+
+class _BFloat(ir.types._BaseFloatType):
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    null = "0.0"
+    intrinsic_name = "bf16"
+
+    def __str__(self):
+        return "bfloat"
+
+
+_BFloat._create_instance()
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the code numba makes may use AVX512-BF16."""
+    if numba.config.CPU_FEATURES is not None:
+        return "+avx512bf16" in numba.config.CPU_FEATURES
+    return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16", False))
+
+
+def _pair_products(emit, weights, activations, acc):
+    """acc + the dot products of 16 pairs of weights with one pair of activations; both <16 x i32>."""
+    builder, floats = emit.b, ir.VectorType(_F32, _LANES)
+    if multiplies_bfloat16():
+        pairs = ir.VectorType(_BFloat(), 2 * _LANES)
+        signature = ir.FunctionType(floats, [floats, pairs, pairs])
+        name = "llvm.x86.avx512bf16.dpbf16ps.512"
+        function = cgutils.get_or_insert_function(builder.module, signature, name)
+        return builder.call(function, [acc, builder.bitcast(activations, pairs), builder.bitcast(weights, pairs)])
+    shift, mask = emit.iconst(16, _LANES), emit.iconst(0xFFFF0000, _LANES)
+
+    def low(pair):
+        return builder.bitcast(builder.shl(pair, shift), floats)
+
+    def high(pair):
+        return builder.bitcast(builder.and_(pair, mask), floats)
+
+    return emit.fma(high(weights), high(activations), emit.fma(low(weights), low(activations), acc))
+
+
+def _splat_i32(emit, scalar):
+    vec = ir.VectorType(_I32, _LANES)
+    undefined = ir.Constant(vec, ir.Undefined)
+    one = emit.b.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+    return emit.b.shuffle_vector(one, undefined, ir.Constant(vec, [0] * _LANES))
+
+
+@intrinsic(prefer_literal=True)
+def panel_product(typingctx, c, c_off, a, a_off, a_row, panel, panel_off, depth, rows):
+    """c[r, :] = sum over k of a[r, k] * panel[k, :], for `rows` rows (a literal of ROW_BLOCKS).
+
+    c: float32, packed [rows, PANEL_OUTPUTS] at c_off. a: rows `a_row` elements apart. panel: one packed panel. Offsets
+    and strides count elements of their array: float32, or uint16 for bfloat16 bits; depth, even for the latter, counts
+    elements along k.
+    """
+    count = _literal(rows, "rows")
+    half = a.dtype == types.uint16
+
+    def codegen(context, builder, sig, args):
+        emit = _Emit(context, builder)
+        out = emit.base(sig.args[0], args[0])
+        element = _I32 if half else _F32
+        step = 2 if half else 1
+        rows_at = builder.bitcast(builder.gep(emit.base(sig.args[2], args[2])[0], [args[3]]), element.as_pointer())
+        weights = builder.bitcast(
+            builder.gep(emit.base(sig.args[5], args[5])[0], [args[6]]), ir.VectorType(element, _LANES).as_pointer()
+        )
+        steps = builder.sdiv(args[7], emit.i64(step))
+        row_steps = builder.sdiv(args[4], emit.i64(step))
+        starts = [builder.gep(rows_at, [builder.mul(row_steps, emit.i64(r))]) for r in range(count)]
+
+        def body(k, acc):
+            at = builder.mul(k, emit.i64(2))
+            pair = [builder.load(builder.gep(weights, [emit.at(at, i)]), align=4) for i in range(2)]
+            new = []
+            for r in range(count):
+                scalar = builder.load(builder.gep(starts[r], [k]), align=4)
+                for i in range(2):
+                    before = acc[2 * r + i]
+                    if half:
+                        new.append(_pair_products(emit, pair[i], _splat_i32(emit, scalar), before))
+                    else:
+                        new.append(emit.fma(emit.splat(scalar, _LANES), pair[i], before))
+            return new
+
+        zero = emit.const(0.0, _LANES)
+        for index, vec in enumerate(emit.loop(steps, [zero] * (2 * count), body)):
+            emit.store(out, emit.at(args[1], index * _LANES), vec, _LANES)
+        return context.get_dummy_value()
+
+    n = types.int64
+    return types.void(c, n, a, n, n, panel, n, n, rows), codegen
+
+
+@intrinsic(prefer_literal=True)
+def gate(typingctx, c, c_off, count):
+    """c[i] = silu(c[i]) * c[count + i] for `count` (a literal) float32 values at c_off."""
+    lanes = _chunks(_literal(count, "count"))
+
+    def codegen(context, builder, sig, args):
+        emit = _Emit(context, builder)
+        base = emit.base(sig.args[0], args[0])
+        many = _literal(count, "count")
+        for at, width in lanes:
+            x = emit.load(base, emit.at(args[1], at), width)
+            up = emit.load(base, emit.at(args[1], many + at), width)
+            zero, one = emit.const(0.0, width), emit.const(1.0, width)
+            negative = builder.fcmp_ordered("<", x, zero)
+            # exp of what is never positive: it cannot overflow.
+            size = builder.select(negative, builder.fsub(zero, x), x)
+            decay = emit.exp2(builder.fmul(size, emit.const(-math.log2(math.e), width)), width)
+            share = builder.fdiv(builder.select(negative, decay, one), builder.fadd(one, decay))
+            emit.store(base, emit.at(args[1], at), builder.fmul(builder.fmul(x, share), up), width)
+        return context.get_dummy_value()
+
+    return types.void(c, types.int64, count), codegen
+
+
+@intrinsic
+def normalize(typingctx, out, out_off, x, x_off, weight, size, eps):
+    """out[:size] = x[:size] / sqrt(mean(x ** 2) + eps) * weight; x and weight float32, out may be x."""
+
+    def codegen(context, builder, sig, args):
+        emit = _Emit(context, builder)
+        to, source, factors = (emit.base(sig.args[i], args[i]) for i in (0, 2, 4))
+        size = args[5]
+        wide = builder.sdiv(size, emit.i64(_LANES))
+        first = builder.mul(wide, emit.i64(_LANES))
+        tail = builder.sub(size, first)
+
+        def squares(width, start):
+            def body(i, acc):
+                at = builder.add(start, builder.mul(i, emit.i64(width)))
+                vec = emit.load(source, builder.add(args[3], at), width)
+                return [emit.fma(vec, vec, acc[0])]
+
+            return body
+
+        (sums,) = emit.loop(wide, [emit.const(0.0, _LANES)], squares(_LANES, emit.i64(0)))
+        (rest,) = emit.loop(tail, [emit.const(0.0, 1)], squares(1, first))
+        total = builder.fadd(emit.hsum(sums, _LANES), builder.extract_element(rest, ir.Constant(_I32, 0)))
+        mean = builder.fdiv(total, builder.sitofp(size, _F32))
+        root = builder.call(
+            cgutils.get_or_insert_function(builder.module, ir.FunctionType(_F32, [_F32]), "llvm.sqrt.f32"),
+            [builder.fadd(mean, args[6])],
+        )
+        scale = builder.fdiv(ir.Constant(_F32, 1.0), root)
+
+        def scaled(width, start):
+            def body(i, _):
+                at = builder.add(start, builder.mul(i, emit.i64(width)))
+                vec = emit.load(source, builder.add(args[3], at), width)
+                vec = builder.fmul(builder.fmul(vec, emit.splat(scale, width)), emit.load(factors, at, width))
+                emit.store(to, builder.add(args[1], at), vec, width)
+                return []
+
+            return body
+
+        emit.loop(wide, [], scaled(_LANES, emit.i64(0)))
+        emit.loop(tail, [], scaled(1, first))
+        return context.get_dummy_value()
+
+    n = types.int64
+    return types.void(out, n, x, n, weight, n, types.float32), codegen
+
+
+@intrinsic(prefer_literal=True)
+def rotate(typingctx, out, out_off, x, x_off, cos, sin, table_off, half):
+    """Rotary embedding of one head of 2 * half (a literal) elements; x, cos and sin float32."""
+    lanes = _chunks(_literal(half, "half"))
+
+    def codegen(context, builder, sig, args):
+        emit = _Emit(context, builder)
+        to, source, cosines, sines = (emit.base(sig.args[i], args[i]) for i in (0, 2, 4, 5))
+        many = _literal(half, "half")
+        for at, width in lanes:
+            left = emit.load(source, emit.at(args[3], at), width)
+            right = emit.load(source, emit.at(args[3], many + at), width)
+            cosine = emit.load(cosines, emit.at(args[6], at), width)
+            sine = emit.load(sines, emit.at(args[6], at), width)
+            first = builder.fsub(builder.fmul(left, cosine), builder.fmul(right, sine))
+            second = builder.fadd(builder.fmul(right, cosine), builder.fmul(left, sine))
+            emit.store(to, emit.at(args[1], at), first, width)
+            emit.store(to, emit.at(args[1], many + at), second, width)
+        return context.get_dummy_value()
+
+    n = types.int64
+    return types.void(out, n, x, n, cos, sin, n, half), codegen
