@@ -14,20 +14,22 @@ from safetensors.torch import load_file, save_file
 
 from paged_backend.errors import ModelLoadError
 from paged_backend.model.attention import AttentionMetadata
+from paged_backend.model.cpu_decoder import CpuDecoder
 from paged_backend.model.loader import load_model
 from paged_backend.model_source import ModelSource
 from paged_backend.worker.kv_cache import allocate_kv_cache
 
 
-def _load(path, dtype=torch.float32, **options):
-    return load_model(ModelSource(path, is_gguf=False), dtype=dtype, device="cpu", **options)
+def _load(path, dtype=torch.float32, *, native: bool = False, **options):
+    model = load_model(ModelSource(path, is_gguf=False), dtype=dtype, device="cpu", **options)
+    return CpuDecoder(model, max_tokens=256) if native else model
 
 
-def _logits(model, prompt: list[int], backend: str = "reference") -> torch.Tensor:
+def _logits(model, prompt: list[int]) -> torch.Tensor:
     """All positions' logits of one prompt: float32 [T, vocabulary]."""
     length, block_size = len(prompt), 8
     blocks = -(-length // block_size)
-    cache = allocate_kv_cache(model.config.shape, blocks, block_size, model.embedding.dtype, torch.device("cpu"))
+    cache = allocate_kv_cache(model.config.shape, blocks, block_size, model.dtype, torch.device("cpu"))
     cache.fill_(float("nan"))
     table = np.arange(blocks, 0, -1, dtype=np.int32)
     positions = np.arange(length)
@@ -39,7 +41,7 @@ def _logits(model, prompt: list[int], backend: str = "reference") -> torch.Tenso
         num_decodes=0,
         max_query_len=length,
         max_seq_len=length,
-        backend=backend,
+        backend="reference",
     )
     with torch.inference_mode():
         hidden = model(torch.tensor(prompt), torch.from_numpy(positions), cache, metadata)
@@ -49,21 +51,43 @@ def _logits(model, prompt: list[int], backend: str = "reference") -> torch.Tenso
 PROMPT = [1, *((7 * i * i + 3 * i) % 150 + 5 for i in range(199))]
 
 
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 @pytest.mark.parametrize("name", TINY_MODELS)
-def test_logits_are_those_of_transformers(tiny_model, name):
+def test_logits_are_those_of_transformers(tiny_model, name, native):
     path = tiny_model(name)
     oracle = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         expected = oracle(torch.tensor([PROMPT])).logits[0]
-    got = _logits(_load(path), PROMPT)
+    got = _logits(_load(path, native=native), PROMPT)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-4)
 
 
-def test_bfloat16_is_close_to_float32(tiny_llama):
-    wide, narrow = _logits(_load(tiny_llama), PROMPT), _logits(_load(tiny_llama, torch.bfloat16), PROMPT)
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral_window"])
+def test_bfloat16_is_close_to_float32(tiny_model, name, native):
+    path = tiny_model(name)
+    wide = _logits(_load(path), PROMPT)
+    narrow = _logits(_load(path, torch.bfloat16, native=native), PROMPT)
     assert narrow.dtype == torch.float32
     assert torch.nn.functional.cosine_similarity(wide, narrow, dim=-1).min() > 0.995
+
+
+def test_the_native_decoder_says_how_much_memory_it_holds(tiny_llama):
+    """Packing pads and the embedding is kept as rows beside the head's panels, so it is more, but not much."""
+    plain, native = _load(tiny_llama), _load(tiny_llama, native=True)
+    assert 0.99 * plain.num_bytes <= native.num_bytes < 1.5 * plain.num_bytes
+
+
+def test_native_logits_of_some_rows(tiny_llama):
+    """Logits of rows asked for out of order are those rows', and a call's result outlives the next call."""
+    model = _load(tiny_llama, native=True)
+    every = _logits(model, PROMPT)
+    hidden = torch.randn(9, model.config.hidden_size)
+    with torch.inference_mode():
+        all_rows, some_rows = model.compute_logits(hidden), model.compute_logits(hidden[torch.tensor([7, 2])])
+    torch.testing.assert_close(some_rows, all_rows[[7, 2]], rtol=0, atol=0)
+    torch.testing.assert_close(_logits(model, PROMPT), every, rtol=0, atol=0)
 
 
 def test_loading_imports_no_transformers(tiny_llama, tmp_path):

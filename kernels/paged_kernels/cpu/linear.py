@@ -16,7 +16,7 @@ from numba import carray
 
 from paged_kernels.cpu.micro import load_row
 from paged_kernels.cpu.primitives import fetch_add, pointer
-from paged_kernels.cpu.products import PANEL_OUTPUTS, TAG, gate, panel_product
+from paged_kernels.cpu.products import PANEL_OUTPUTS, TAG, gate, multiplies_bfloat16, panel_product
 from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel
 
 LINEAR_ARGUMENTS = Arguments("a weight bias out", "rows depth outputs a_row out_row has_bias")
@@ -78,7 +78,8 @@ def _interleaved(weight: torch.Tensor) -> torch.Tensor:
 def build_linear(element: type, epilogue: str):
     """The kernel for one type of weights and activations and one of EPILOGUES. Longer than a screen because the sizes
     must reach the intrinsics as literals of one function."""
-    tag, width, half = TAG, PANEL_OUTPUTS, _HALF
+    # The code depends on what the products use, so the disk cache's key must too.
+    tag, width, half = TAG + multiplies_bfloat16(), PANEL_OUTPUTS, _HALF
     gated, add = epilogue == "gated", epilogue == "add"
     out_element = element if gated else np.float32
 
