@@ -6,8 +6,10 @@ servers on other repositories, one test's own.
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -122,9 +124,15 @@ class Launched:
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
-    """The project's model repository with the demo model: `.http_url .grpc_url .metrics_url .pid`."""
+    """The project's model repository with the demo model: `.http_url .grpc_url .metrics_url .pid`.
+
+    In float32, whatever this machine would choose: in bfloat16 a text may depend on who else is in the batch.
+    """
     log = tmp_path_factory.mktemp("served") / "log"
-    repository = ROOT / "model_repository"
+    repository = log.parent / "model_repository"
+    shutil.copytree(ROOT / "model_repository", repository, ignore=shutil.ignore_patterns("__pycache__"))
+    arguments = repository / "paged_llm" / "1" / "model.json"
+    arguments.write_text(json.dumps({**json.loads(arguments.read_text()), "dtype": "float32"}))
     launched = Launched(log, f"--model-repository={repository}", f"--model={DEMO_MODEL}")
     try:
         yield launched.wait_ready(timeout=240.0)
