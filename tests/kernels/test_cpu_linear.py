@@ -49,6 +49,14 @@ def test_store_and_add(outputs, depth, rows, dtype):
 
 
 @DTYPES
+def test_deep_products_go_by_chunks(dtype):
+    """More along k than the cache holds of a panel, and more rows than are worked on at a time."""
+    weight, a, _ = _case(33, 9000, 300, dtype)
+    out = _run(PackedLinear(weight), a, torch.empty(300, 33), "store", threads=2)
+    torch.testing.assert_close(out.double(), a.double() @ weight.double().T, rtol=1e-5, atol=5e-3)
+
+
+@DTYPES
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("outputs", "depth", "rows"), [(1, 2, 1), (16, 32, 5), (23, 18, 9), (64, 64, 8)])
 def test_gated(outputs, depth, rows, with_bias, dtype):

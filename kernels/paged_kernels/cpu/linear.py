@@ -22,6 +22,7 @@ from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel
 LINEAR_ARGUMENTS = Arguments("a weight bias out", "rows depth outputs a_row out_row has_bias")
 EPILOGUES = ("store", "add", "gated")
 _HALF = PANEL_OUTPUTS // 2
+_CHUNK_BYTES = 1 << 18  # of a panel, used by all rows while it is in the core's own cache
 
 
 class PackedLinear:
@@ -80,6 +81,7 @@ def build_linear(element: type, epilogue: str):
     must reach the intrinsics as literals of one function."""
     # The code depends on what the products use, so the disk cache's key must too.
     tag, width, half = TAG + multiplies_bfloat16(), PANEL_OUTPUTS, _HALF
+    chunk = _CHUNK_BYTES // (PANEL_OUTPUTS * np.dtype(element).itemsize)
     gated, add = epilogue == "gated", epilogue == "add"
     out_element = element if gated else np.float32
 
@@ -92,53 +94,56 @@ def build_linear(element: type, epilogue: str):
         bias = carray(pointer(args.bias), UNBOUNDED, np.float32)
         out = carray(pointer(args.out), UNBOUNDED, out_element)
         counter = carray(taken, 1)
-        c = np.empty(8 * width, dtype=np.float32)
+        group = 8 if args.depth <= chunk else min(args.rows, 256)
+        c = np.empty(group * width, dtype=np.float32)
         done = 0
         while True:
             panel = fetch_add(counter, 0)
             if panel >= items:
                 return done
             done += 1
-            at = panel * args.depth * width
-            row = 0
-            while row < args.rows:
-                left = args.rows - row
-                if left >= 8:
-                    panel_product(c, 0, a, row * args.a_row, args.a_row, weight, at, args.depth, 8)
-                    count = 8
-                elif left >= 4:
-                    panel_product(c, 0, a, row * args.a_row, args.a_row, weight, at, args.depth, 4)
-                    count = 4
-                elif left >= 2:
-                    panel_product(c, 0, a, row * args.a_row, args.a_row, weight, at, args.depth, 2)
-                    count = 2
-                else:
-                    panel_product(c, 0, a, row * args.a_row, args.a_row, weight, at, args.depth, 1)
-                    count = 1
-                if args.has_bias:
-                    for r in range(count):
+            for first in range(0, args.rows, group):
+                end = min(args.rows, first + group)
+                for k in range(0, args.depth, chunk):
+                    depth = min(chunk, args.depth - k)
+                    at = (panel * args.depth + k) * width
+                    row = first
+                    while row < end:
+                        to, source, left = (row - first) * width, row * args.a_row + k, end - row
+                        if left >= 8:
+                            panel_product(c, to, k, a, source, args.a_row, weight, at, depth, 8)
+                            row += 8
+                        elif left >= 4:
+                            panel_product(c, to, k, a, source, args.a_row, weight, at, depth, 4)
+                            row += 4
+                        elif left >= 2:
+                            panel_product(c, to, k, a, source, args.a_row, weight, at, depth, 2)
+                            row += 2
+                        else:
+                            panel_product(c, to, k, a, source, args.a_row, weight, at, depth, 1)
+                            row += 1
+                for row in range(first, end):
+                    at = (row - first) * width
+                    if args.has_bias:
                         for i in range(width):
-                            c[r * width + i] += bias[panel * width + i]
-                if gated:
-                    many = min(half, args.outputs - panel * half)
-                    for r in range(count):
-                        where = (row + r) * args.out_row + panel * half
-                        gate(c, r * width, half)
+                            c[at + i] += bias[panel * width + i]
+                    if gated:
+                        many = min(half, args.outputs - panel * half)
+                        where = row * args.out_row + panel * half
+                        gate(c, at, half)
                         if many == half:
-                            load_row(out, where, c, r * width, np.float32(1.0), half)
+                            load_row(out, where, c, at, np.float32(1.0), half)
                         else:
                             for i in range(many):
-                                load_row(out, where + i, c, r * width + i, np.float32(1.0), 1)
-                else:
-                    many = min(width, args.outputs - panel * width)
-                    for r in range(count):
-                        where = (row + r) * args.out_row + panel * width
+                                load_row(out, where + i, c, at + i, np.float32(1.0), 1)
+                    else:
+                        many = min(width, args.outputs - panel * width)
+                        where = row * args.out_row + panel * width
                         if add:
                             for i in range(many):
-                                out[where + i] += c[r * width + i]
+                                out[where + i] += c[at + i]
                         else:
                             for i in range(many):
-                                out[where + i] = c[r * width + i]
-                row += count
+                                out[where + i] = c[at + i]
 
     return compile_kernel(linear, LINEAR_ARGUMENTS)

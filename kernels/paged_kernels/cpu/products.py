@@ -82,8 +82,9 @@ def _splat_i32(emit, scalar):
 
 
 @intrinsic(prefer_literal=True)
-def panel_product(typingctx, c, c_off, a, a_off, a_row, panel, panel_off, depth, rows):
-    """c[r, :] = sum over k of a[r, k] * panel[k, :], for `rows` rows (a literal of ROW_BLOCKS).
+def panel_product(typingctx, c, c_off, more, a, a_off, a_row, panel, panel_off, depth, rows):
+    """c[r, :] = sum over k of a[r, k] * panel[k, :], for `rows` rows (a literal of ROW_BLOCKS); added to what is in c
+    if `more`.
 
     c: float32, packed [rows, PANEL_OUTPUTS] at c_off. a: rows `a_row` elements apart. panel: one packed panel. Offsets
     and strides count elements of their array: float32, or uint16 for bfloat16 bits; depth, even for the latter, counts
@@ -97,12 +98,12 @@ def panel_product(typingctx, c, c_off, a, a_off, a_row, panel, panel_off, depth,
         out = emit.base(sig.args[0], args[0])
         element = _I32 if half else _F32
         step = 2 if half else 1
-        rows_at = builder.bitcast(builder.gep(emit.base(sig.args[2], args[2])[0], [args[3]]), element.as_pointer())
+        rows_at = builder.bitcast(builder.gep(emit.base(sig.args[3], args[3])[0], [args[4]]), element.as_pointer())
         weights = builder.bitcast(
-            builder.gep(emit.base(sig.args[5], args[5])[0], [args[6]]), ir.VectorType(element, _LANES).as_pointer()
+            builder.gep(emit.base(sig.args[6], args[6])[0], [args[7]]), ir.VectorType(element, _LANES).as_pointer()
         )
-        steps = builder.sdiv(args[7], emit.i64(step))
-        row_steps = builder.sdiv(args[4], emit.i64(step))
+        steps = builder.sdiv(args[8], emit.i64(step))
+        row_steps = builder.sdiv(args[5], emit.i64(step))
         starts = [builder.gep(rows_at, [builder.mul(row_steps, emit.i64(r))]) for r in range(count)]
 
         def body(k, acc):
@@ -119,13 +120,15 @@ def panel_product(typingctx, c, c_off, a, a_off, a_row, panel, panel_off, depth,
                         new.append(emit.fma(emit.splat(scalar, _LANES), pair[i], before))
             return new
 
-        zero = emit.const(0.0, _LANES)
-        for index, vec in enumerate(emit.loop(steps, [zero] * (2 * count), body)):
-            emit.store(out, emit.at(args[1], index * _LANES), vec, _LANES)
+        zero, more = emit.const(0.0, _LANES), builder.icmp_signed("!=", args[2], emit.i64(0))
+        places = [emit.at(args[1], index * _LANES) for index in range(2 * count)]
+        start = [builder.select(more, emit.load(out, place, _LANES), zero) for place in places]
+        for place, vec in zip(places, emit.loop(steps, start, body), strict=True):
+            emit.store(out, place, vec, _LANES)
         return context.get_dummy_value()
 
     n = types.int64
-    return types.void(c, n, a, n, n, panel, n, n, rows), codegen
+    return types.void(c, n, n, a, n, n, panel, n, n, rows), codegen
 
 
 @intrinsic(prefer_literal=True)

@@ -12,6 +12,7 @@ attention or models.
 """
 
 import ctypes
+import os
 import struct
 import threading
 import zlib
@@ -99,8 +100,8 @@ def element_type(dtype: torch.dtype) -> type:
 
 
 def thread_count() -> int:
-    """Threads that a program may use: torch's setting."""
-    return torch.get_num_threads()
+    """Threads that a program may use: torch's setting, as far as there are cores for them to wait on each other."""
+    return max(1, min(torch.get_num_threads(), _cores()))
 
 
 _PROGRAM = Arguments("table counters", "count")
@@ -139,6 +140,11 @@ def _runner():
 
 # Compiled when this module is imported, which is before the first request.
 _RUN = _runner()
+
+
+@cache
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @cache
