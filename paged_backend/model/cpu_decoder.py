@@ -112,7 +112,9 @@ class CpuDecoder:
         self._head = PackedLinear(decoder.head.data)
         self._final_norm = decoder.final_norm.data.float()
         self._weights = 0
+        self._panels: dict[str, int] = {}
         self._cache: torch.Tensor | None = None
+        self._step: tuple = ()
         self._done = np.zeros(max_tokens * self.config.num_kv_heads, dtype=np.int64)
         self._make_calls(list(decoder.layers))
         self._program = Program(self._ordered_calls())
@@ -157,9 +159,9 @@ class CpuDecoder:
         self._set_items((self._embed, self._norm, self._split), rows)
         for call in (self._qkv, self._output, self._gate_up, self._down):
             call.set(rows=tokens)
-        kept = self._plan_attention(metadata, threads)
+        # The records hold addresses only; what is behind them lives until the next step.
+        self._step = (input_ids, cos, sin, metadata, self._plan_attention(metadata, threads))
         self._program.run(threads)
-        del kept
         return self._buffers.residual[:tokens]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -223,7 +225,6 @@ class CpuDecoder:
             packed = PackedLinear(getattr(owner, f"{name}_weight").data, getattr(owner, f"{name}_bias"), gated=gated)
             setattr(owner, f"{name}_weight", None)
             call.set_one(index, **packed.fields())
-            self._panels = getattr(self, "_panels", {})
             self._panels[name] = packed.panels
             self._weights += packed.num_bytes
         self._norm.set_one(2 * index, weight=layer.input_norm.data.float())
@@ -288,7 +289,7 @@ class CpuDecoder:
                 call.set_one(layer, **where)
 
     def _plan_attention(self, metadata: AttentionMetadata, threads: int) -> list[dict]:
-        """Set the attention calls' fields; returns what must live until the program has run."""
+        """Set the attention calls' fields; returns what must live as long as they are used."""
         config, buffers = self.config, self._buffers
         cache = self._cache
         assert cache is not None
