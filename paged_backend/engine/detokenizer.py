@@ -40,11 +40,16 @@ class IncrementalDetokenizer:
     Args:
         tokenizer: decodes token ids.
         skip_special_tokens: leave special tokens out of the text.
+        spaces_between_special_tokens: if false, an added token right after another one is written without the space
+            that some tokenizers put before it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._joins_special_tokens = not (skip_special_tokens or spaces_between_special_tokens)
         self._token_ids: list[int] = []
         self._prefix = 0
         self._read = 0
@@ -74,10 +79,18 @@ class IncrementalDetokenizer:
         window = self._decode(self._prefix, len(self._token_ids))
         if len(window) <= len(known) or (window.endswith(_REPLACEMENT) and not final):
             return ""
-        self._pieces.append(_Piece(self._length, self._prefix, len(self._token_ids), len(known)))
+        begin = len(known) + self._needless_space(window[len(known) :])
+        self._pieces.append(_Piece(self._length, self._prefix, len(self._token_ids), begin))
         self._prefix, self._read = self._read, len(self._token_ids)
-        self._length += len(window) - len(known)
-        return window[len(known) :]
+        self._length += len(window) - begin
+        return window[begin:]
+
+    def _needless_space(self, new: str) -> int:
+        """Length of the space to drop before the last token."""
+        if not self._joins_special_tokens or len(self._token_ids) < 2:
+            return 0
+        before, text = (self._tokenizer.added_token(token_id) for token_id in self._token_ids[-2:])
+        return 1 if before is not None and text is not None and new == " " + text else 0
 
     def _decode(self, start: int, end: int) -> str:
         return self._tokenizer.decode(self._token_ids[start:end], skip_special_tokens=self._skip_special_tokens)
@@ -92,15 +105,24 @@ class OutputText:
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens
+        )
         self._stops = params.stop_strings
+        # Text of tokens that come before the output may stop is never matched, as in vLLM.
+        self._num_unmatched = params.min_tokens
         self._include_stop = params.include_stop_str_in_output
         self._held = ""
         self._released = 0
 
     def append(self, token_id: int) -> tuple[str, str | None]:
         """Add one token; returns the text released by it and the stop string it completed, if any."""
-        return self._release(self._detokenizer.append(token_id))
+        piece = self._detokenizer.append(token_id)
+        if self._num_unmatched > 0:
+            self._num_unmatched -= 1
+            self._released += len(piece)
+            return piece, None
+        return self._release(piece)
 
     def finish(self) -> tuple[str, str | None]:
         """Release everything that was held back; returns the text and a stop string if that completed one."""

@@ -16,7 +16,6 @@ from paged_backend.model.attention import AttentionMetadata
 from paged_backend.model.decoder import Decoder
 from paged_backend.sampling.logprobs import token_logprobs
 from paged_backend.sampling.sampler import SamplingBatch, sample
-from paged_backend.sampling_params import MAX_LOGPROBS
 from paged_backend.worker.block_copy import HostPool
 from paged_backend.worker.kv_cache import allocate_kv_cache
 
@@ -40,7 +39,7 @@ def activation_peak(model: Decoder, config: EngineConfig) -> int:
         backend=config.attention_backend,
     )
     tokens = sample(logits, _costliest_sampling(len(logits)))
-    token_logprobs(logits, tokens, MAX_LOGPROBS)
+    token_logprobs(logits, tokens, config.max_logprobs)
     torch.cuda.synchronize(weights.device)
     peak = torch.cuda.max_memory_allocated(weights.device) - before
     torch.cuda.empty_cache()
