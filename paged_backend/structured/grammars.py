@@ -19,10 +19,11 @@ def grammar_text(wanted: StructuredOutputs) -> str:
     Raises:
         InvalidRequestError: an EBNF grammar is malformed.
     """
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, regex_to_lark
 
     if wanted.regex is not None:
-        return LLMatcher.grammar_from_regex(wanted.regex)
+        # `\d` and `\w` mean ASCII, as in JSON Schema: who asks for digits rarely expects those of all scripts.
+        return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(wanted.regex, 'dw')}/")
     if wanted.choice is not None:
         # Strings of this notation are JSON's.
         strings = " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice)
@@ -59,12 +60,13 @@ def _lark(grammar: str) -> str:
 
 
 def _closed(schema: Any) -> Any:
-    """The schema with `additionalProperties: false` in every object that lists properties and does not say."""
+    """The schema with `additionalProperties: false` in every object that lists properties and does not say; not inside
+    `allOf`, whose parts would rule out each other's properties."""
     if isinstance(schema, list):
         return [_closed(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    inner = {key: _closed(value) for key, value in schema.items()}
+    inner = {key: value if key == "allOf" else _closed(value) for key, value in schema.items()}
     if isinstance(inner.get("properties"), dict):
         inner.setdefault("additionalProperties", False)
     return inner
