@@ -170,6 +170,9 @@ def _outputs(
 ) -> frozenset[str]:
     unwanted = {name for name in _FLAGGED if not tensors.boolean(f"return_{name}")}
     outputs = _defaults(requested, is_text=is_text) - unwanted
+    if "text_window_ids" in outputs and not (params.spaces_between_special_tokens or params.skip_special_tokens):
+        message = "`spaces_between_special_tokens` false is not supported in the ensemble: use the engine model"
+        raise UnsupportedError(message, field="spaces_between_special_tokens")
     if params.n > 1:
         if "text_window_ids" in outputs:
             # The stateless detokenizer makes one text of each response.
