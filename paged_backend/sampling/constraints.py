@@ -142,9 +142,12 @@ class Constraining:
         self._kept = torch.from_numpy(kept).to(device)
         self._whole = scores[self._kept]
         if batch.masked_rows.size:
-            rows = torch.from_numpy(batch.masked_rows).to(device)
-            narrowed = scores[rows].masked_fill_(~_unpacked(batch.masks, scores), -torch.inf)
-            scores.index_copy_(0, rows, narrowed)
+            excluded = _excluded(batch.masks, scores)
+            if len(excluded) == len(scores):
+                scores.masked_fill_(excluded, -torch.inf)
+            else:
+                rows = torch.from_numpy(batch.masked_rows).to(device)
+                scores.index_copy_(0, rows, scores[rows].masked_fill_(excluded, -torch.inf))
         self._banned = _places(scores, batch.banned_rows, batch.banned_tokens)
         self._before_ban = entries.index_select(0, self._banned)
         entries.index_fill_(0, self._banned, -torch.inf)
@@ -176,14 +179,14 @@ def _fitted(mask: np.ndarray, vocabulary: int) -> np.ndarray:
     return mask[:width] if len(mask) >= width else np.pad(mask, (0, width - len(mask)))
 
 
-def _unpacked(masks: np.ndarray, scores: torch.Tensor) -> torch.Tensor:
-    """bool [M, vocabulary]. Unpacked where the scores are: packed bits travel in an eighth of the bytes."""
+def _excluded(masks: np.ndarray, scores: torch.Tensor) -> torch.Tensor:
+    """bool [M, vocabulary], what masks rule out. Unpacked where the scores are: bits travel in an eighth of the bytes."""
     if scores.device.type == "cpu":
-        bits = np.unpackbits(masks, axis=-1, count=scores.shape[-1], bitorder="little")
+        bits = np.unpackbits(~masks, axis=-1, count=scores.shape[-1], bitorder="little")
         return torch.from_numpy(bits.view(bool))
     packed = torch.from_numpy(masks).to(scores.device)
     shifts = torch.arange(8, dtype=torch.uint8, device=scores.device)
-    return ((packed[:, :, None] >> shifts) & 1).view(len(masks), -1)[:, : scores.shape[-1]].bool()
+    return ((packed[:, :, None] >> shifts) & 1).view(len(masks), -1)[:, : scores.shape[-1]] == 0
 
 
 def _places(scores: torch.Tensor, rows: np.ndarray, tokens: np.ndarray) -> torch.Tensor:
