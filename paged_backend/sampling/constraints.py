@@ -180,9 +180,9 @@ def _fitted(mask: np.ndarray, vocabulary: int) -> np.ndarray:
 
 
 def _excluded(masks: np.ndarray, scores: torch.Tensor) -> torch.Tensor:
-    """bool [M, vocabulary], what masks rule out. Unpacked where the scores are: bits travel in an eighth of the bytes."""
+    """bool [M, vocabulary], what masks rule out. Unpacked where the scores are: bits are an eighth of the bytes."""
     if scores.device.type == "cpu":
-        bits = np.unpackbits(~masks, axis=-1, count=scores.shape[-1], bitorder="little")
+        bits = np.unpackbits(np.bitwise_not(masks), axis=-1, count=scores.shape[-1], bitorder="little")
         return torch.from_numpy(bits.view(bool))
     packed = torch.from_numpy(masks).to(scores.device)
     shifts = torch.arange(8, dtype=torch.uint8, device=scores.device)
