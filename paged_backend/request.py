@@ -156,6 +156,8 @@ class Request:
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.params = params
+        # A set: looked into for each token.
+        self.stop_ids = frozenset(params.stop_ids)
         self.max_total_tokens = max_total_tokens
         self.priority = priority
         self.deadline = deadline

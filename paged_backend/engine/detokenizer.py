@@ -16,6 +16,7 @@ and nothing is taken. (The idea is that of Text Generation Inference and vLLM.)
 from __future__ import annotations
 
 from collections import deque
+from functools import lru_cache
 from typing import NamedTuple
 
 from paged_backend.engine.outputs import TextSpan
@@ -96,6 +97,46 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(self._token_ids[start:end], skip_special_tokens=self._skip_special_tokens)
 
 
+class _StopMatcher:
+    """Looks for a stop string in a text that comes character by character.
+
+    The way of Knuth, Morris and Pratt (1977): each character is looked at once, however long the string is and however
+    often it begins.
+
+    Attributes:
+        text: the stop string.
+        matched: how many of its characters the text now ends with, at most all.
+    """
+
+    __slots__ = ("_fallbacks", "matched", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0
+        self._fallbacks = _fallbacks(text)
+
+    def add(self, char: str) -> bool:
+        """Take in one character; true if it completes the string, after which there is nothing more to look for."""
+        self.matched = _longest_match(self.text, self._fallbacks, self.matched, char)
+        return self.matched == len(self.text)
+
+
+@lru_cache(maxsize=1024)
+def _fallbacks(text: str) -> list[int]:
+    """At each character: how long a shorter beginning of the text ends there."""
+    found = [0]
+    for char in text[1:]:
+        found.append(_longest_match(text, found, found[-1], char))
+    return found
+
+
+def _longest_match(text: str, fallbacks: list[int], matched: int, char: str) -> int:
+    """How many characters are matched after `char`, of which `matched` were before it."""
+    while matched and text[matched] != char:
+        matched = fallbacks[matched - 1]
+    return matched + 1 if text[matched] == char else 0
+
+
 class OutputText:
     """The text of one output as the client sees it: whole characters, nothing of a stop string (unless asked for).
 
@@ -108,7 +149,7 @@ class OutputText:
         self._detokenizer = IncrementalDetokenizer(
             tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens
         )
-        self._stops = params.stop_strings
+        self._stops = [_StopMatcher(text) for text in params.stop_strings]
         # Text of tokens that come before the output may stop is never matched, as in vLLM.
         self._num_unmatched = params.min_tokens
         self._include_stop = params.include_stop_str_in_output
@@ -140,33 +181,23 @@ class OutputText:
         return self._detokenizer.span(self._released - length, self._released)
 
     def _release(self, piece: str) -> tuple[str, str | None]:
+        match = self._first_stop(piece) if self._stops else None
         text = self._held + piece
-        match = self._first_stop(text)
         if match is not None:
-            start, stop = match
-            text, self._held = text[: start + len(stop) if self._include_stop else start], ""
+            end, stop = match
+            end += len(self._held)
+            text, self._held = text[: end if self._include_stop else end - len(stop)], ""
             self._released += len(text)
             return text, stop
-        keep = self._possible_stop(text)
+        keep = max((stop.matched for stop in self._stops), default=0)
         text, self._held = text[: len(text) - keep], text[len(text) - keep :]
         self._released += len(text)
         return text, None
 
-    def _first_stop(self, text: str) -> tuple[int, str] | None:
-        """Start of the match that is complete first, and its stop string."""
-        found = [(text.find(stop), stop) for stop in self._stops]
-        matches = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
-        if not matches:
-            return None
-        _, start, stop = min(matches)
-        return start, stop
-
-    def _possible_stop(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
-        longest = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+    def _first_stop(self, piece: str) -> tuple[int, str] | None:
+        """Where in the piece the first match ends, and its stop string: of several that end there, the longest."""
+        for position, char in enumerate(piece):
+            found = [stop.text for stop in self._stops if stop.add(char)]
+            if found:
+                return position + 1, max(found, key=len)
+        return None

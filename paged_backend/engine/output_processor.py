@@ -12,7 +12,6 @@ from paged_backend.engine.beam_search import Hypothesis
 from paged_backend.engine.detokenizer import OutputText
 from paged_backend.engine.outputs import Logprob, SequenceDelta
 from paged_backend.request import FinishReason, Request, Sequence
-from paged_backend.sampling_params import SamplingParams
 from paged_backend.sched.output import ScheduledSequence, TokenLogprobs
 from paged_backend.structured.state import GrammarState
 from paged_backend.tokenizer import Tokenizer
@@ -134,11 +133,9 @@ class OutputProcessor:
         return deltas
 
     def _finish_by_token(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        params = sequence.request.params
-        if not self._ends_output(token_id, params):
+        if not self._ends_output(token_id, sequence.request):
             return None
-        is_eos = token_id in self._eos_token_ids and not params.ignore_eos
-        return FinishReason("stop", None if is_eos else token_id)
+        return FinishReason("stop", None if self._is_eos(token_id, sequence.request) else token_id)
 
     def _finish_by_form(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         """An output ends when its form is complete; no end-of-sequence token is waited for."""
@@ -154,7 +151,7 @@ class OutputProcessor:
         """The text that a token releases; a stop string it completes ends the sequence."""
         params = sequence.request.params
         # A stop token ends the output without being part of its text, as a stop string does.
-        stopped = self._ends_output(token_id, params)
+        stopped = self._ends_output(token_id, sequence.request)
         text, stop = "", None
         if not stopped or params.include_stop_str_in_output:
             text, stop = text_state.append(token_id)
@@ -166,8 +163,11 @@ class OutputProcessor:
             sequence.finish = FinishReason("stop", stop)
         return text
 
-    def _ends_output(self, token_id: int, params: SamplingParams) -> bool:
-        return token_id in params.stop_ids or (token_id in self._eos_token_ids and not params.ignore_eos)
+    def _ends_output(self, token_id: int, request: Request) -> bool:
+        return token_id in request.stop_ids or self._is_eos(token_id, request)
+
+    def _is_eos(self, token_id: int, request: Request) -> bool:
+        return token_id in self._eos_token_ids and not request.params.ignore_eos
 
     def _readable(self, token_id: int, found: TokenLogprobs, detokenize: bool) -> dict[int, Logprob]:
         position = {token_id: self._logprob(token_id, found.logprob, found.rank, detokenize)}

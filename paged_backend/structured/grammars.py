@@ -11,13 +11,15 @@ from paged_backend.structured_params import StructuredOutputs
 _ANY_OBJECT = '{"type": "object"}'
 # Longest part of the compiler's own words that goes into an error message.
 _SHOWN_CHARACTERS = 300
+# The time to convert an EBNF grammar grows with the square of its rules.
+_MOST_RULES = 1000
 
 
 def grammar_text(wanted: StructuredOutputs) -> str:
     """The grammar of a form, in the notation of llguidance; equal forms give equal texts.
 
     Raises:
-        InvalidRequestError: an EBNF grammar is malformed.
+        InvalidRequestError: an EBNF grammar is malformed, or a schema nested too deeply.
     """
     from llguidance import LLMatcher, regex_to_lark
 
@@ -30,9 +32,12 @@ def grammar_text(wanted: StructuredOutputs) -> str:
         return LLMatcher.grammar_from_lark(f"start: {strings}")
     if wanted.grammar is not None:
         return LLMatcher.grammar_from_lark(_lark(wanted.grammar))
-    schema = json.loads(_ANY_OBJECT if wanted.json is None else str(wanted.json))
-    if wanted.disable_additional_properties:
-        schema = _closed(schema)
+    try:
+        schema = json.loads(_ANY_OBJECT if wanted.json is None else str(wanted.json))
+        if wanted.disable_additional_properties:
+            schema = _closed(schema)
+    except RecursionError as error:
+        raise refused("the schema is nested too deeply") from error
     options: dict[str, Any] = {}
     if wanted.disable_any_whitespace:
         options["whitespace_flexible"] = False
@@ -51,12 +56,12 @@ def refused(message: str) -> Exception:
 def _lark(grammar: str) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
+    if grammar.count("::=") > _MOST_RULES:
+        raise refused(f"an EBNF grammar may have at most {_MOST_RULES} rules")
     try:
         return any_to_lark(grammar)
     except Exception as error:  # the converter raises bare ones
         raise refused(str(error)) from error
-    except RecursionError as error:
-        raise refused("it is nested too deeply") from error
 
 
 def _closed(schema: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -86,6 +88,35 @@ def test_stop_strings_cut_exactly(text, stops, include):
             wanted = text[:end] if include else text[: end - len(wanted_stop)]
             break
     assert ("".join(deltas), stop) == (wanted, wanted_stop)
+
+
+@given(st.text("ab", max_size=40), st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4))
+@settings(max_examples=300)
+def test_what_is_held_back_is_the_longest_beginning_of_a_stop_string(text, stops):
+    """Of an alphabet so small that beginnings overlap; the oracle compares every end of the text."""
+    tokenizer = ByteTokenizer()
+    state = OutputText(tokenizer, SamplingParams(stop=stops))
+    shown = ""
+    for end, token_id in enumerate(tokenizer.encode(text), start=1):
+        delta, stop = state.append(token_id)
+        shown += delta
+        if stop is not None:
+            return
+        ends = (text[end - length : end] for length in range(min(end, 6), 0, -1))
+        held = next((tail for tail in ends if any(stop.startswith(tail) for stop in stops)), "")
+        assert shown == text[: end - len(held)]
+
+
+def test_hostile_stop_strings_cost_little():
+    """Sixty-four long strings that begin again and again: a token costs its characters, not their lengths."""
+    stops = ["a" * 900 + "b" * i + "c" for i in range(1, 64)] + ["a" * 1023 + "d"]
+    tokenizer = ByteTokenizer()
+    state = OutputText(tokenizer, SamplingParams(stop=stops))
+    started = time.perf_counter()
+    for _ in range(1001):
+        state.append(97)
+    assert time.perf_counter() - started < 5.0
+    assert state.finish()[0] == "a" * 1001
 
 
 def test_text_is_held_back_only_as_far_as_needed():

@@ -116,6 +116,8 @@ def test_compiling_takes_only_so_long(tokenizer, monkeypatch):
 HOSTILE = {
     "many states": StructuredOutputs(regex="(.*a.{60}){30}"),
     "many repetitions": StructuredOutputs(regex="((a{1,1000}){1,1000}){1,1000}"),
+    "many rules": StructuredOutputs(grammar="\n".join(f"r{i} ::= r{i + 1}" for i in range(4000))),
+    "deep schema": StructuredOutputs(json='{"items": ' * 900 + "{}" + "}" * 900, disable_additional_properties=True),
     "large schema": StructuredOutputs(
         json={"type": "object", "properties": {f"p{i}": {"pattern": "^a{1,200}b$"} for i in range(800)}}
     ),
