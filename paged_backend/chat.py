@@ -31,20 +31,24 @@ def render_chat(
 
     Args:
         tokenizer: of the model whose chat template is used.
-        messages: at least one mapping with a string `role` and, as a rule, a `content`.
+        messages: at least one mapping with a string `role` and, as a rule, a `content`: a string, or a list of parts
+            `{"type": "text", "text": "..."}`, which are joined by line ends.
         tools: tool descriptions, handed to the template as they are.
         add_generation_prompt: end with what begins an answer of the assistant.
 
     Raises:
-        UnsupportedError: the model has no chat template.
+        UnsupportedError: the model has no chat template, or a message has a part that is not text.
         InvalidRequestError: the messages are malformed, or the template refuses them; `field` is `messages`.
     """
     if tokenizer.chat_template is None:
         raise UnsupportedError("`messages`: this model has no chat template; send the prompt as text", field="messages")
     _check_messages(messages)
+    if tools is not None and not (isinstance(tools, (list, tuple)) and all(isinstance(t, Mapping) for t in tools)):
+        raise InvalidRequestError("`tools` must be a list of objects", field="tools")
+    plain = [_with_plain_text(message) for message in messages]
     try:
         return _compile(tokenizer.chat_template).render(
-            messages=messages,
+            messages=plain,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             bos_token=tokenizer.bos_token or "",
@@ -65,6 +69,22 @@ def _check_messages(messages: object) -> None:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             problem = f'`messages`[{position}] must be an object with a string "role" (and a "content")'
             raise InvalidRequestError(problem, field="messages")
+
+
+def _with_plain_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with the parts of its content joined: most templates take a string and nothing else."""
+    parts = message.get("content")
+    if not isinstance(parts, (list, tuple)):
+        return message
+    texts = []
+    for part in parts:
+        if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            problem = (
+                '`messages`: a part of a content must be {"type": "text", "text": "..."}: this model reads text only'
+            )
+            raise UnsupportedError(problem, field="messages")
+        texts.append(part["text"])
+    return {**message, "content": "\n".join(texts)}
 
 
 @lru_cache(maxsize=8)

@@ -79,6 +79,12 @@ class EngineConfig:
         num_threads: threads of a CPU engine, at most 1024; None: as many as the process may use.
         seed: makes requests without a seed reproducible; None: fresh ones each.
         max_waiting_requests: waiting list limit; a request beyond it is refused as overload.
+        max_n: most outputs (or beams) of a request; never more than `max_num_seqs`.
+        max_logprobs: most log-probabilities per token that a request may ask for.
+        max_stop_strings: most stop strings of a request, and most bad words.
+        max_stop_length: longest stop string and bad word, in characters.
+        max_grammar_length: longest schema, pattern or grammar of `structured_outputs`, in characters.
+        grammar_timeout_s: seconds that compiling one may take.
         trust_remote_code: must stay false; code shipped with a model is never run.
         check_integrity: verify every block's state after each step (for debugging).
 
@@ -108,6 +114,12 @@ class EngineConfig:
     num_threads: int | None = None
     seed: int | None = None
     max_waiting_requests: int = 4096
+    max_n: int = 64
+    max_logprobs: int = 20
+    max_stop_strings: int = 64
+    max_stop_length: int = 1024
+    max_grammar_length: int = 65536
+    grammar_timeout_s: float = 5.0
     trust_remote_code: bool = False
     check_integrity: bool = False
 
@@ -119,6 +131,7 @@ class EngineConfig:
         _check_choice(self, "scheduling_policy", SCHEDULING_POLICIES)
         _check_number(self, "swap_space", 0.0, 2.0**20)
         _check_number(self, "watermark", 0.0, 0.99)
+        _check_number(self, "grammar_timeout_s", 0.01, 600.0)
         if self.block_size is not None:
             _check_choice(self, "block_size", BLOCK_SIZES)
         for name, low in (
@@ -129,6 +142,11 @@ class EngineConfig:
             ("max_num_batched_tokens", 1),
             ("seed", 0),
             ("max_waiting_requests", 1),
+            ("max_n", 1),
+            ("max_logprobs", 0),
+            ("max_stop_strings", 0),
+            ("max_stop_length", 1),
+            ("max_grammar_length", 0),
             ("long_prefill_token_threshold", 0),
         ):
             _check_int(self, name, low)

@@ -181,4 +181,6 @@ def _extend(outputs: dict[str, RequestOutput], deltas: list[SequenceDelta]) -> i
         output = outputs[delta.request_id]
         output.outputs[delta.index].extend(delta)
         output.finished |= delta.request_finished
+        if delta.prompt_logprobs is not None:
+            output.prompt_logprobs = delta.prompt_logprobs
     return sum(delta.request_finished for delta in deltas)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import enum
 import itertools
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paged_backend.sampling_params import SamplingParams
+from paged_backend.token_rules import TokenRules
 
 _MASK64 = 2**64 - 1
 _next_seq_id = itertools.count(1)
@@ -49,8 +50,9 @@ _TRANSITIONS = {
 
 
 class FinishReason(NamedTuple):
-    """Why a sequence ended: `kind` is `stop`, `length`, `abort` or `timeout`; `stop_reason` is the stop string or
-    stop token id that did it, None for the end-of-sequence token and for the other kinds (vLLM's convention)."""
+    """Why a sequence ended: `kind` is `stop`, `length`, `abort`, `timeout` or `error`; `stop_reason` is the stop string
+    or stop token id that did it, of an error what went wrong, None for the end-of-sequence token and for the other
+    kinds (vLLM's convention)."""
 
     kind: str
     stop_reason: str | int | None = None
@@ -122,6 +124,11 @@ class Request:
         deadline: `time.monotonic()` second at which the request is given up, None for never.
         cache_salt: requests share cached blocks only with others of the same salt.
         num_logprobs: how many top log-probabilities the worker returns per sampled token; None: none at all.
+        num_prompt_logprobs: the same per token of the prompt.
+        rules: rules about single tokens, None if there are none.
+        grammar: the compiled form of the output, which only the engine looks into; None for any form.
+
+    `num_known_prompt_logprobs` counts the prompt positions whose log-probabilities have been returned.
 
     Times are `time.monotonic()` seconds, stamped on the transition: `arrival_time`, `first_scheduled_time`,
     `first_token_time`, `finish_time`.
@@ -141,16 +148,25 @@ class Request:
         deadline: float | None = None,
         cache_salt: str | None = None,
         num_logprobs: int | None = None,
+        num_prompt_logprobs: int | None = None,
+        rules: TokenRules | None = None,
+        grammar: Any = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.params = params
+        # A set: looked into for each token.
+        self.stop_ids = frozenset(params.stop_ids)
         self.max_total_tokens = max_total_tokens
         self.priority = priority
         self.deadline = deadline
         self.cache_salt = cache_salt
         self.num_logprobs = num_logprobs
+        self.num_prompt_logprobs = num_prompt_logprobs
+        self.num_known_prompt_logprobs = 0
+        self.rules = rules
+        self.grammar = grammar
         self.arrival_index = next(_next_arrival)
         self.status = RequestStatus.WAITING
         self.num_preemptions = 0
@@ -171,6 +187,11 @@ class Request:
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt, which all sequences share."""
         return len(self.prompt_token_ids)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of prompt tokens are asked for and not all known; the first token has none."""
+        return self.num_prompt_logprobs is not None and self.num_known_prompt_logprobs < self.num_prompt_tokens - 1
 
     def live_sequences(self) -> list[Sequence]:
         """The sequences that have not ended."""

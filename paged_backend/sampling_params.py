@@ -1,51 +1,96 @@
 """`SamplingParams`: how the tokens of one request are chosen and when it stops. Names and bounds follow vLLM's.
 
-It validates itself on construction and knows nothing of the model: checks against a vocabulary or a context length
-happen where the request meets the engine.
+It validates itself on construction and knows nothing of the model and of the server's limits: checks against a
+vocabulary, a context length or a configured limit happen where the request meets the engine. The reference for users is
+docs/sampling_parameters.md.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
-from paged_backend.errors import InvalidRequestError
+from paged_backend.param_checks import (
+    bad,
+    check_biases,
+    check_flag,
+    check_int,
+    check_number,
+    check_text,
+    check_texts,
+    check_token_ids,
+    show,
+    unknown,
+)
+from paged_backend.structured_params import StructuredOutputs
 
-# Below this temperature the distribution is a point mass in float32; it is treated as greedy.
-GREEDY_TEMPERATURE = 1e-5
+# Below this temperature sampling is greedy. Only logits within some hundredths of the largest would have a chance, and
+# those are ties to the half-precision model that made them.
+GREEDY_TEMPERATURE = 1e-3
 MAX_SEED = 2**64 - 1
-# Bounds that keep one request from exhausting the server: every emitted token is matched against every stop string.
-MAX_N = 64
-MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 64
-MAX_STOP_LENGTH = 1024
+OUTPUT_KINDS = ("cumulative", "delta", "final_only")
+# vLLM's older names for the same.
+_ALIASES = {"guided_decoding": "structured_outputs"}
+_FLAGS = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "detokenize",
+    "use_beam_search",
+)
+# What a beam search, which samples nothing, has no use for.
+_NOT_IN_BEAM_SEARCH = (
+    "stop",
+    "logprobs",
+    "prompt_logprobs",
+    "min_tokens",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "structured_outputs",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters of one request.
 
+    The order in which they work: form of the output (`structured_outputs`) and `allowed_token_ids`, `bad_words`,
+    `min_tokens`, `logit_bias`, penalties, `temperature`, `min_p`, `top_k`, `top_p`. Log-probabilities are those of the
+    raw logits, before any of it.
+
     Args:
-        temperature: >= 0; 0 is greedy. Default 1.0.
+        temperature: >= 0; below 0.001 the most likely token is taken (greedy). Default 1.0.
         top_p: in (0, 1]; smallest set of tokens whose probability reaches it. 1 is off.
         top_k: keep the k most likely tokens; 0 or -1 is off.
         min_p: in [0, 1]; drop tokens less likely than `min_p` times the most likely one. 0 is off.
         seed: integer that makes sampling reproducible, or None for a fresh one.
         max_tokens: >= 1, how many tokens to generate at most; None means up to the context length. Default 16.
+        min_tokens: >= 0; so many tokens come before a token or a stop string may end the output.
         stop: string or strings that end the output; the text is cut before the match.
         stop_token_ids: token ids that end the output.
         ignore_eos: do not stop at the model's end-of-sequence tokens.
         include_stop_str_in_output: keep the matched stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
+        spaces_between_special_tokens: keep the space that some tokenizers put between special tokens.
+        detokenize: turn tokens into text; without it there are only token ids.
+        truncate_prompt_tokens: keep only so many tokens of the prompt, the last ones; -1: as many as the context
+            length leaves.
         n: outputs to sample side by side, with seeds derived from `seed`; in a beam search, outputs to return.
         presence_penalty: in [-2, 2]; subtracted from the logits of tokens that were generated already.
         frequency_penalty: in [-2, 2]; subtracted once for each time that a token was generated.
         repetition_penalty: > 0; divides positive and multiplies negative logits of tokens in the prompt or the output.
-        logprobs: return the sampled token's log-probability and those of so many most likely tokens (0 to 20).
+        logit_bias: token ids with what to add to their logits.
+        allowed_token_ids: the only token ids that may be generated.
+        bad_words: strings that are not generated, neither as they stand nor after a space.
+        logprobs: return the sampled token's log-probability and those of so many most likely tokens.
+        prompt_logprobs: the same for each token of the prompt but the first.
+        structured_outputs: the form that the output must have; `guided_decoding` is another name for it.
+        output_kind: what a stream's responses hold: `delta` (what is new), `cumulative` (all so far) or `final_only`
+            (one response at the end).
         use_beam_search: search for the most likely outputs instead of sampling; needs temperature 0.
         beam_width: beams of a beam search; None: `n`.
         length_penalty: an output's score is its log-probability divided by its length to this power.
@@ -64,16 +109,26 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     max_tokens: int | None = 16
+    min_tokens: int = 0
     stop: str | list[str] | tuple[str, ...] | None = None
     stop_token_ids: list[int] | tuple[int, ...] | None = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    detokenize: bool = True
+    truncate_prompt_tokens: int | None = None
     n: int = 1
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | Mapping[str, float] | None = None
+    allowed_token_ids: list[int] | tuple[int, ...] | None = None
+    bad_words: list[str] | tuple[str, ...] | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
+    output_kind: str = "delta"
     use_beam_search: bool = False
     beam_width: int | None = None
     length_penalty: float = 1.0
@@ -82,29 +137,37 @@ class SamplingParams:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
-        _check_number(self, "temperature", 0.0, math.inf)
-        _check_number(self, "top_p", 0.0, 1.0, low_open=True)
-        _check_number(self, "min_p", 0.0, 1.0)
-        _check_int(self, "top_k", -1, None)
-        if self.seed is not None:
-            _check_int(self, "seed", -(2**63), MAX_SEED)
-        if self.max_tokens is not None:
-            _check_int(self, "max_tokens", 1, None)
-        _check_int(self, "n", 1, MAX_N)
-        _check_number(self, "presence_penalty", -2.0, 2.0)
-        _check_number(self, "frequency_penalty", -2.0, 2.0)
-        _check_number(self, "repetition_penalty", 0.0, math.inf, low_open=True)
-        _check_int(self, "priority", -(2**31), 2**31 - 1)
-        if self.logprobs is not None:
-            _check_int(self, "logprobs", 0, MAX_LOGPROBS)
-        if self.cache_salt is not None and not (isinstance(self.cache_salt, str) and self.cache_salt):
-            raise _bad("cache_salt", f"must be a non-empty string, got {_show(self.cache_salt)}")
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "use_beam_search"):
-            if not isinstance(getattr(self, name), bool):
-                raise _bad(name, f"must be true or false, got {_show(getattr(self, name))}")
-        object.__setattr__(self, "stop", _normalise_stop(self.stop))
-        object.__setattr__(self, "stop_token_ids", _normalise_stop_ids(self.stop_token_ids))
+        _check_numbers(self)
+        for name in _FLAGS:
+            check_flag(name, getattr(self, name))
+        if self.output_kind not in OUTPUT_KINDS:
+            raise bad("output_kind", f"must be one of {', '.join(OUTPUT_KINDS)}; got {show(self.output_kind)}")
+        if self.cache_salt is not None:
+            check_text("cache_salt", self.cache_salt)
+        self._normalise()
+        if self.min_tokens > (math.inf if self.max_tokens is None else self.max_tokens):
+            raise bad("min_tokens", f"({self.min_tokens}) must not exceed `max_tokens` ({self.max_tokens})")
+        if self.stop and not self.detokenize:
+            raise bad("stop", "is matched against text: it needs `detokenize`")
         _check_beam_search(self)
+
+    def _normalise(self) -> None:
+        """Give lists and objects their one inner form."""
+        values: dict[str, object] = {
+            "stop": check_texts("stop", () if self.stop is None else self.stop, single=True),
+            "bad_words": check_texts("bad_words", () if self.bad_words is None else self.bad_words),
+            "stop_token_ids": check_token_ids("stop_token_ids", self.stop_token_ids or ()),
+        }
+        if self.allowed_token_ids is not None:
+            values["allowed_token_ids"] = check_token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not self.allowed_token_ids:
+                raise bad("allowed_token_ids", "must hold at least one token id")
+        if self.logit_bias is not None:
+            values["logit_bias"] = dict(check_biases("logit_bias", self.logit_bias)) or None
+        if self.structured_outputs is not None:
+            values["structured_outputs"] = StructuredOutputs.from_value(self.structured_outputs)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @property
     def num_rows(self) -> int:
@@ -126,85 +189,75 @@ class SamplingParams:
         """`stop_token_ids`, always as a tuple."""
         return cast("tuple[int, ...]", self.stop_token_ids)
 
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as pairs of token id and bias, lower ids first."""
+        return tuple(cast("Mapping[int, float]", self.logit_bias or {}).items())
+
+    @property
+    def structure(self) -> StructuredOutputs | None:
+        """`structured_outputs`, never as a mapping."""
+        return cast("StructuredOutputs | None", self.structured_outputs)
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
         """Build from a JSON-like mapping; an unknown key is refused by name, with the nearest valid one."""
         known = [f.name for f in fields(cls)]
-        for key in values:
-            if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1)
-                hint = f"; did you mean `{near[0]}`?" if near else f"; known: {', '.join(known)}"
-                raise InvalidRequestError(f"sampling parameter `{key}` is not known{hint}", field=str(key))
-        return cls(**values)
+        arguments: dict[str, Any] = {}
+        for key, value in values.items():
+            name = _ALIASES.get(key, key)
+            if name not in known:
+                raise unknown(key, [*known, *_ALIASES])
+            if name in arguments:
+                raise bad(name, f"is given twice (as `{key}` too)")
+            arguments[name] = value
+        return cls(**arguments)
 
 
-def _show(value: object) -> str:
-    """`repr` cut to a length that fits an error message."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _bad(name: str, what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"sampling parameter `{name}` {what}", field=name)
-
-
-def _check_number(params: SamplingParams, name: str, low: float, high: float, *, low_open: bool = False) -> None:
-    value = getattr(params, name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _bad(name, f"must be a number, got {_show(value)}")
-    bounds = f"{'(' if low_open or low == -math.inf else '['}{low:g}, {high:g}{']' if math.isfinite(high) else ')'}"
-    # Written so that NaN fails it; the float maximum stands for infinity, and refuses integers beyond floats too.
-    if not (max(low, -sys.float_info.max) <= value <= min(high, sys.float_info.max)) or (low_open and value == low):
-        raise _bad(name, f"must be a finite number in {bounds}, got {_show(value)}")
-    object.__setattr__(params, name, float(value))
-
-
-def _check_int(params: SamplingParams, name: str, low: int, high: int | None) -> None:
-    value = getattr(params, name)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _bad(name, f"must be an integer, got {_show(value)}")
-    if value < low or (high is not None and value > high):
-        limit = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise _bad(name, f"must be {limit}, got {value}")
+def _check_numbers(params: SamplingParams) -> None:
+    for name, low, high in (
+        ("temperature", 0.0, math.inf),
+        ("min_p", 0.0, 1.0),
+        ("presence_penalty", -2.0, 2.0),
+        ("frequency_penalty", -2.0, 2.0),
+        ("length_penalty", -math.inf, math.inf),
+    ):
+        object.__setattr__(params, name, check_number(name, getattr(params, name), low, high))
+    for name, most in (("top_p", 1.0), ("repetition_penalty", math.inf)):
+        object.__setattr__(params, name, check_number(name, getattr(params, name), 0.0, most, low_open=True))
+    check_int("top_k", params.top_k, -1)
+    check_int("min_tokens", params.min_tokens, 0)
+    check_int("n", params.n, 1)
+    check_int("priority", params.priority, -(2**31), 2**31 - 1)
+    optional: tuple[tuple[str, int, int | None], ...] = (
+        ("seed", -(2**63), MAX_SEED),
+        ("max_tokens", 1, None),
+        ("logprobs", 0, None),
+        ("prompt_logprobs", 0, None),
+        ("truncate_prompt_tokens", -1, None),
+        ("beam_width", 1, None),
+    )
+    for name, least, greatest in optional:
+        if getattr(params, name) is not None:
+            check_int(name, getattr(params, name), least, greatest)
+    if params.truncate_prompt_tokens == 0:
+        raise bad("truncate_prompt_tokens", "must be at least 1, or -1 for what the context length leaves; got 0")
 
 
 def _check_beam_search(params: SamplingParams) -> None:
-    if params.beam_width is not None:
-        _check_int(params, "beam_width", 1, MAX_N)
-    _check_number(params, "length_penalty", -math.inf, math.inf)
     if not isinstance(params.early_stopping, bool) and params.early_stopping != "never":
-        raise _bad("early_stopping", f'must be true, false or "never", got {_show(params.early_stopping)}')
+        raise bad("early_stopping", f'must be true, false or "never", got {show(params.early_stopping)}')
     if not params.use_beam_search:
         if params.beam_width is not None:
-            raise _bad("beam_width", "needs `use_beam_search`")
+            raise bad("beam_width", "needs `use_beam_search`")
         return
     width = params.n if params.beam_width is None else params.beam_width
     object.__setattr__(params, "beam_width", width)
     if width < params.n:
-        raise _bad("beam_width", f"({width}) must be at least `n` ({params.n})")
+        raise bad("beam_width", f"({width}) must be at least `n` ({params.n})")
     if params.temperature >= GREEDY_TEMPERATURE:
-        raise _bad("temperature", "must be 0 in a beam search: it does not sample")
-    for name in ("stop", "logprobs"):
-        if getattr(params, name):
-            raise _bad(name, "is not supported in a beam search")
-
-
-def _normalise_stop(stop: object) -> tuple[str, ...]:
-    if stop is None:
-        return ()
-    strings = (stop,) if isinstance(stop, str) else stop
-    if not isinstance(strings, (list, tuple)) or not all(isinstance(s, str) for s in strings):
-        raise _bad("stop", f"must be a string or a list of strings, got {_show(stop)}")
-    if len(strings) > MAX_STOP_STRINGS:
-        raise _bad("stop", f"may hold at most {MAX_STOP_STRINGS} strings, got {len(strings)}")
-    if any(not s or len(s) > MAX_STOP_LENGTH for s in strings):
-        raise _bad("stop", f"must hold strings of 1 to {MAX_STOP_LENGTH} characters")
-    return tuple(strings)
-
-
-def _normalise_stop_ids(ids: object) -> tuple[int, ...]:
-    if ids is None:
-        return ()
-    if not isinstance(ids, (list, tuple)) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise _bad("stop_token_ids", f"must be a list of integers, got {_show(ids)}")
-    return tuple(ids)
+        raise bad("temperature", "must be 0 in a beam search: it does not sample")
+    for name in _NOT_IN_BEAM_SEARCH:
+        # An explicit 0 of `prompt_logprobs` asks for something too.
+        if getattr(params, name) or (name == "prompt_logprobs" and params.prompt_logprobs is not None):
+            raise bad(name, "is not supported in a beam search")

@@ -14,9 +14,10 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as RustTokenizer
 
-from paged_backend.errors import ModelLoadError
+from paged_backend.errors import InvalidRequestError, ModelLoadError
 from paged_backend.model_files import GGUFFile, find_eos_token_ids, read_gguf, read_optional_json
 from paged_backend.model_source import ModelSource
+from paged_backend.param_checks import show
 
 # Token kinds of `tokenizer.ggml.token_type` that are matched whole in the text before the BPE runs.
 _GGUF_CONTROL, _GGUF_USER_DEFINED = 3, 4
@@ -51,6 +52,7 @@ class Tokenizer:
         rust.no_truncation()
         rust.no_padding()
         self._rust = rust
+        self._added = {token_id: token.content for token_id, token in rust.get_added_tokens_decoder().items()}
         self.eos_token_ids = eos_token_ids
         self.bos_token_id = bos_token_id
         self.chat_template = chat_template
@@ -91,8 +93,26 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`, exactly as the tokens spell it (no clean-up of spaces before punctuation)."""
-        return self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """Text of `ids`, exactly as the tokens spell it (no clean-up of spaces before punctuation).
+
+        An id beyond the vocabulary spells nothing.
+
+        Raises:
+            InvalidRequestError: an id is negative or wider than 32 bits.
+        """
+        try:
+            return self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except OverflowError as error:
+            wrong = next(i for i in ids if not 0 <= i < 2**32)
+            raise InvalidRequestError(f"{show(wrong)} is no token id: ids are 0 or more", field="token_ids") from error
+
+    def added_token(self, token_id: int) -> str | None:
+        """The text of a token that was added to the vocabulary (every special one was), None for any other."""
+        return self._added.get(token_id)
+
+    def to_json(self) -> str:
+        """The tokenizer in the form of a `tokenizer.json`."""
+        return self._rust.to_str()
 
 
 # ---- Hugging Face directories -------------------------------------------------------------------------------------

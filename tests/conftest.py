@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from helpers import make_tiny_model
+from helpers import make_text_model, make_tiny_model
 from hypothesis import settings
 
 from paged_backend.errors import ConfigError
@@ -63,6 +63,12 @@ def tiny_model(tmp_path_factory):
 def tiny_llama(tiny_model) -> Path:
     """Directory of a tiny random Llama: untied head, grouped queries."""
     return tiny_model("llama")
+
+
+@pytest.fixture(scope="session")
+def text_model(tmp_path_factory) -> Path:
+    """Directory of a tiny random Llama that has a tokenizer (see `helpers.make_text_model`)."""
+    return make_text_model(tmp_path_factory.mktemp("text_model"))
 
 
 @pytest.fixture(scope="session")

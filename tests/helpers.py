@@ -50,13 +50,16 @@ TINY_MODELS: dict[str, tuple[str, dict]] = {
 }
 
 
-def make_tiny_model(name: str, directory: Path) -> Path:
-    """Save a random model of `TINY_MODELS` to `directory`/`name` (float32 safetensors); returns that path."""
+def make_tiny_model(name: str, directory: Path, **changed: object) -> Path:
+    """Save a random model of `TINY_MODELS` to `directory`/`name` (float32 safetensors); returns that path.
+
+    `changed` are further fields of its configuration.
+    """
     import torch
     import transformers
 
     class_name, changes = TINY_MODELS[name]
-    config = getattr(transformers, class_name)(**{**_SIZES, **changes})
+    config = getattr(transformers, class_name)(**{**_SIZES, **changes, **changed})
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -70,6 +73,42 @@ def make_tiny_model(name: str, directory: Path) -> Path:
                 parameter.normal_(0.0, 0.15)
     path = directory / name
     model.save_pretrained(path)
+    return path
+
+
+# Tokens of more than one character, so that strings begin and end inside tokens.
+_MERGES = [
+    ("t", "h"),
+    ("th", "e"),
+    ("Ġ", "the"),
+    ("i", "n"),
+    ("a", "n"),
+    ("an", "d"),
+    ("1", "2"),
+    ("Ġ", "a"),
+    ("o", "r"),
+]
+_CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{{ tools | tojson }}"
+
+
+def make_text_model(directory: Path) -> Path:
+    """A tiny random Llama with a tokenizer: every byte a token, a few longer ones, `<s>` (1) in front, `</s>` (2) the
+    end, and a chat template that writes `<s>` itself. Returns its directory."""
+    import json
+
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    path = make_tiny_model("llama", directory, vocab_size=288)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = ["<pad>", "<s>", "</s>", *alphabet, *(left + right for left, right in _MERGES)]
+    rust = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=_MERGES))
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
+    rust.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names[:3]])
+    rust.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    rust.save(str(path / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": _CHAT}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
     return path
 
 

@@ -102,6 +102,7 @@ class Engine:
         """Compute the next tokens of some requests; returns what each sequence gained."""
         expired = self._expire()
         plan = self.scheduler.schedule()
+        plan.token_masks = self._outputs.token_masks(plan.scheduled)
         result = self.worker.execute(plan)
         deltas = self._process(result)
         if self.config.check_integrity:
@@ -167,6 +168,7 @@ class Engine:
         """End all requests and free the model's memory; the engine cannot be used afterwards."""
         for request_id in self.live_request_ids():
             self.abort_request(request_id)
+        self._inputs.close()
         self.worker.close()
 
     # --- parts of a step ---
@@ -175,18 +177,28 @@ class Engine:
         """Append the sampled tokens, advance beam searches, and retire the requests that end."""
         self._counts["steps"] += 1
         deltas = []
+        for seq_id, (start, found) in result.prompt_logprobs.items():
+            self._outputs.add_prompt_logprobs(self._sequences[seq_id].request, start, found)
         for seq_id, token_id in zip(result.seq_ids, result.token_ids, strict=True):
             sequence = self._sequences[seq_id]
             self._count_tokens(sequence)
             delta = self._outputs.append(sequence, token_id, result.logprobs.get(seq_id))
             deltas.append(delta)
-            if delta.request_finished:
-                self._retire(sequence.request)
-            elif sequence.finish is not None:
-                self.scheduler.finish_sequence(sequence)
+            self._let_go(sequence, delta)
+        for seq_id in result.stuck:
+            sequence = self._sequences[seq_id]
+            deltas.append(self._outputs.end_stuck(sequence))
+            self._let_go(sequence, deltas[-1])
         if self._searches:
             deltas += self._process_beams(result)
         return deltas
+
+    def _let_go(self, sequence: Sequence, delta: SequenceDelta) -> None:
+        """Free what a sequence holds if it has ended, and its request with the last one."""
+        if delta.request_finished:
+            self._retire(sequence.request)
+        elif sequence.finish is not None:
+            self.scheduler.finish_sequence(sequence)
 
     def _count_tokens(self, sequence: Sequence) -> None:
         self._counts["generation_tokens"] += 1

@@ -13,9 +13,12 @@ import time
 
 from paged_backend.config import EngineConfig, ModelShape
 from paged_backend.engine.beam_search import num_candidates
+from paged_backend.engine.params_check import ParamsCheck
 from paged_backend.errors import InvalidRequestError, UnsupportedError
+from paged_backend.param_checks import bad, show
 from paged_backend.request import Request
 from paged_backend.sampling_params import SamplingParams
+from paged_backend.structured.compiler import GrammarCompiler
 from paged_backend.tokenizer import Tokenizer
 
 _SEED_MASK = 2**64 - 1
@@ -31,13 +34,17 @@ class InputProcessor:
     """
 
     def __init__(self, config: EngineConfig, shape: ModelShape, tokenizer: Tokenizer | None) -> None:
-        assert config.max_model_len and config.max_num_seqs, "the configuration is resolved"
+        assert config.max_model_len, "the configuration is resolved"
         self._max_model_len = config.max_model_len
-        self._max_num_seqs = config.max_num_seqs
         self._capacity = _Capacity(config, shape.sliding_window)
         self._vocab_size = shape.vocab_size
-        self._eos_token_ids = frozenset(shape.eos_token_ids)
         self._tokenizer = tokenizer
+        self._check = ParamsCheck(config, shape.vocab_size, shape.eos_token_ids, tokenizer)
+        self._grammars: GrammarCompiler | None = None
+        if tokenizer is not None:
+            self._grammars = GrammarCompiler(
+                tokenizer, shape.vocab_size, shape.eos_token_ids, timeout_s=config.grammar_timeout_s
+            )
         # `seed` makes the seeds of unseeded requests a fixed series.
         self._seeds = random.Random(config.seed) if config.seed is not None else secrets.SystemRandom()
 
@@ -45,42 +52,64 @@ class InputProcessor:
         self, request_id: str, prompt: str | list[int], params: SamplingParams, *, field: str, timeout_s: float | None
     ) -> Request:
         """See `Engine.make_request`."""
+        self._check.check(params)
         text, token_ids = self._token_ids(prompt, field)
         if not token_ids:
             raise InvalidRequestError(f"`{field}` is empty: give at least one token", field=field)
-        self._check_params(params)
+        token_ids = self._truncated(token_ids, params)
+        max_total_tokens = self._max_total_tokens(len(token_ids), params, field)
+        grammar = None
+        if params.structure is not None:
+            assert self._grammars is not None, "checked with the parameters"
+            grammar = self._grammars.compile(params.structure)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed & _SEED_MASK
         return Request(
             request_id,
             token_ids,
             params,
             seed=seed,
-            max_total_tokens=self._max_total_tokens(len(token_ids), params, field),
+            max_total_tokens=max_total_tokens,
             prompt=text,
             num_sequences=1 if params.use_beam_search else params.n,
             priority=params.priority,
             deadline=None if timeout_s is None else time.monotonic() + timeout_s,
             cache_salt=params.cache_salt,
             num_logprobs=self._num_logprobs(params),
+            num_prompt_logprobs=params.prompt_logprobs,
+            rules=self._check.rules(params),
+            grammar=grammar,
         )
 
     def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         """Tokens that end an output of such a request."""
-        own = frozenset(params.stop_ids)
-        return own if params.ignore_eos else own | self._eos_token_ids
+        return self._check.ending_ids(params)
+
+    def close(self) -> None:
+        """Stop the compiler's threads."""
+        if self._grammars is not None:
+            self._grammars.close()
 
     def _num_logprobs(self, params: SamplingParams) -> int | None:
         if not params.use_beam_search:
             return params.logprobs
         return min(self._vocab_size, num_candidates(params.num_rows, len(self.stop_token_ids(params))))
 
-    def _check_params(self, params: SamplingParams) -> None:
-        if params.stop and self._tokenizer is None:
-            raise UnsupportedError("`stop` needs a tokenizer, and this engine runs without one", field="stop")
-        if params.num_rows > self._max_num_seqs:
-            name = "beam_width" if params.use_beam_search else "n"
-            limit = f"at most {self._max_num_seqs} sequences run at a time (max_num_seqs)"
-            raise InvalidRequestError(f"sampling parameter `{name}` is {params.num_rows}, but {limit}", field=name)
+    def _truncated(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+        """The end of the prompt, as long as the request wants it; a begin-of-sequence token stays in front."""
+        most = params.truncate_prompt_tokens
+        if most is None:
+            return token_ids
+        if most == -1:
+            most = max(1, self._max_model_len - (params.max_tokens or 1))
+        elif most >= self._max_model_len:
+            limit = f"the context of {self._max_model_len} tokens (max_model_len)"
+            raise bad("truncate_prompt_tokens", f"must be less than {limit}, got {show(most)}")
+        if len(token_ids) <= most:
+            return token_ids
+        begin = None if self._tokenizer is None else self._tokenizer.bos_token_id
+        if most > 1 and token_ids[0] == begin:
+            return [token_ids[0], *token_ids[1 - most :]]
+        return token_ids[-most:]
 
     def _token_ids(self, prompt: str | list[int], field: str) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):

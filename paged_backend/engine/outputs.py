@@ -39,13 +39,14 @@ class SequenceDelta:
         token_ids: new tokens; empty when the request was aborted.
         text: new text; may be empty while a character or a possible stop string is incomplete.
         span: where a stateless detokenizer finds `text`; None when `text` is empty.
-        finish_reason: None while it goes on, else `stop`, `length`, `abort` or `timeout`.
-        stop_reason: the stop string or stop token id that ended it, else None.
+        finish_reason: None while it goes on, else `stop`, `length`, `abort`, `timeout` or `error`.
+        stop_reason: the stop string or stop token id that ended it, of an error what went wrong, else None.
         request_finished: true on the request's last delta, and only there.
         logprobs: per new token, the sampled and the most likely tokens; None if the request did not ask.
         cumulative_logprob: log-probability of the output so far; None unless log-probabilities were asked for or it is
             a beam search output.
         score: a beam search output's score, else None.
+        prompt_logprobs: per token of the prompt (the first has None), with the request's first delta, if asked for.
     """
 
     request_id: str
@@ -59,6 +60,7 @@ class SequenceDelta:
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     score: float | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 @dataclass(slots=True)
@@ -92,7 +94,10 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A whole request: its prompt and its outputs, in the order of their index."""
+    """A whole request: its prompt and its outputs, in the order of their index.
+
+    `prompt_logprobs` has an entry per token of the prompt, None for the first; it is None unless asked for.
+    """
 
     request_id: str
     prompt: str | None
@@ -100,3 +105,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool = False
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

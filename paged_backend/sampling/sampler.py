@@ -3,15 +3,19 @@
 Greedy rows take the argmax and pay for nothing else. The others go through a fixed order: temperature, min-p, top-k,
 top-p, then the inverse of the cumulative distribution at one uniform number per row.
 
-Probabilities become integers (units of 2**-40) before anything is summed over the vocabulary. Integer sums are exact
-in any order, so which tokens top-p keeps and which one is drawn cannot depend on how a device arranges the sum, and
-therefore not on the other rows of the batch. No path sorts the whole vocabulary unless top-p really needs it.
+Weights relative to the most likely token become integers (units of 2**-40) before anything is summed over the
+vocabulary. Integer sums are exact in any order, so which tokens top-p keeps and which one is drawn cannot depend on how
+a device arranges the sum, and therefore not on the other rows of the batch.
+
+No path sorts the whole vocabulary. The k largest of a row lie in the k blocks of tokens with the largest maxima (in a
+few more, if there are ties), so a row with a small k looks at those alone, its tokens still in the order of their ids.
 
 Knows logits and numbers; no requests, no models, no text.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,11 +25,18 @@ from paged_backend.errors import PagedBackendError
 from paged_backend.sampling.rng import uniform
 
 _UNIT = float(1 << 40)
-# Up to this k, torch.topk beats sorting by far; rows beyond it are handled apart so that they slow down no others.
+# Rows with a k up to this look at their best blocks only; a larger k gains little by it.
 _SMALL_K = 256
-# How many candidates top-p looks at before it takes more; most distributions need few.
+_BLOCK = 64
+# Beyond this share of all blocks, looking at blocks costs more than it saves.
+_MOST_BLOCKS = 0.25
+# On a CPU rows are drawn in slices of about so many logits, whose temporaries stay in the cache.
+_SLICE_LOGITS = 1 << 19
+# How many candidates top-p looks at first; most distributions need few.
 _FIRST_CANDIDATES = 64
-_CANDIDATE_GROWTH = 8
+# Then it counts weights by size: by the binary exponent and so many bits behind it.
+_BUCKET_BITS = 6
+_NUM_BUCKETS = (41 << _BUCKET_BITS) + 2
 
 
 @dataclass(slots=True)
@@ -72,10 +83,10 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> np.ndarray:
     """
     best, tokens = _most_likely(logits)
     drawn = np.flatnonzero(~batch.greedy)
-    if drawn.size:
-        index = torch.from_numpy(drawn).to(logits.device)
+    for rows in _slices(drawn, batch, logits):
+        index = torch.from_numpy(rows).to(logits.device)
         shifted = take_rows(logits, index) - take_rows(best, index)[:, None]
-        tokens[index] = _draw(shifted, batch.select(drawn))
+        tokens[index] = _draw(shifted, batch.select(rows))
     # Checked last so that a GPU is waited for once; NaN reaches `best` from anywhere in its row.
     broken = np.flatnonzero(~np.isfinite(best.cpu().numpy()))
     if broken.size:
@@ -97,38 +108,82 @@ def take_rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return tensor if index.shape[0] == tensor.shape[0] else tensor[index]
 
 
+def _slices(drawn: np.ndarray, batch: SamplingBatch, logits: torch.Tensor) -> Iterator[np.ndarray]:
+    """The rows to draw, in groups that are handled alike: those with a small k, and the others."""
+    vocabulary = logits.shape[-1]
+    is_small = (batch.top_k[drawn] > 0) & (batch.top_k[drawn] <= min(_SMALL_K, _MOST_BLOCKS * vocabulary / _BLOCK))
+    size = max(1, _SLICE_LOGITS // vocabulary) if logits.device.type == "cpu" else max(1, len(drawn))
+    for group in (drawn[is_small], drawn[~is_small]):
+        for start in range(0, len(group), size):
+            yield group[start : start + size]
+
+
 def _draw(shifted: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Sample from rows of logits whose maximum is 0."""
+    """Sample from rows of logits whose maximum is 0, which may be overwritten."""
     device = shifted.device
-    scaled = shifted.div_(_column(batch.temperature, device))
-    weights = token_weights(scaled, batch)
+    blocks = None
+    if batch.top_k.min() > 0:
+        shifted, blocks = _best_blocks(shifted, batch.top_k)
+    weights = token_weights(shifted.div_(_column(batch.temperature, device)), batch)
     cumulative = weights.cumsum(dim=-1)
     total = cumulative[:, -1:]
     chance = _column(uniform(batch.seeds, batch.positions), device).double()
     target = torch.minimum((chance * total).long(), total - 1)
-    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=weights.shape[-1] - 1)
+    chosen = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=weights.shape[-1] - 1)
+    if blocks is None:
+        return chosen
+    return blocks.gather(-1, (chosen // _BLOCK)[:, None])[:, 0] * _BLOCK + chosen % _BLOCK
+
+
+def _best_blocks(values: torch.Tensor, top_k: np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The blocks of each row that hold its k largest values and all that equal the k-th.
+
+    Args:
+        values: float32 [R, vocabulary].
+        top_k: int64 [R], positive.
+
+    Returns:
+        [R, blocks * _BLOCK], the blocks' values in the order of the vocabulary, and int64 [R, blocks], which blocks
+        they are; `values` themselves and None where that would not be much less.
+    """
+    if values.shape[-1] % _BLOCK:
+        values = torch.nn.functional.pad(values, (0, -values.shape[-1] % _BLOCK), value=-torch.inf)
+    in_blocks = values.view(values.shape[0], -1, _BLOCK)
+    maxima = in_blocks.amax(dim=-1)
+    count, most = int(top_k.max()), int(_MOST_BLOCKS * maxima.shape[-1])
+    if count > most:
+        return values, None
+    # The k-th largest maximum is at most the k-th largest value: no block below it matters.
+    k = torch.from_numpy(top_k).to(values.device)[:, None]
+    kth = maxima.topk(count, dim=-1).values.gather(-1, k - 1)
+    count = int((maxima >= kth).sum(dim=-1).max())
+    if count > most:
+        return values, None
+    blocks = maxima.topk(count, dim=-1).indices.sort(dim=-1).values
+    chosen = in_blocks.gather(1, blocks[:, :, None].expand(-1, -1, _BLOCK))
+    return chosen.view(len(blocks), -1), blocks
 
 
 def token_weights(scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """What each token weighs after all filters: int64 [R, vocabulary], 0 for tokens that are left out.
 
     Args:
-        scaled: float32 [R, vocabulary], logits divided by the temperature.
+        scaled: float32 [R, vocabulary], logits divided by the temperature, the largest of each row 0; any tokens that
+            no filter keeps may be missing.
         batch: the rows' parameters.
     """
-    probabilities = scaled.softmax(dim=-1)
+    # Relative to the most likely token: the same whichever tokens are missing, as probabilities would not be.
+    ratios = scaled.exp()
     # A power of two scales a float32 exactly; only the cut to an integer rounds.
-    weights = (probabilities * _UNIT).long()
+    weights = (ratios * _UNIT).long()
     if batch.min_p.any():
-        floor = _column(batch.min_p, weights.device) * probabilities.amax(dim=-1, keepdim=True)
-        weights = torch.where(probabilities < floor, 0, weights)
+        weights.masked_fill_(ratios < _column(batch.min_p, weights.device), 0)
     return _top_p(_top_k(weights, scaled, batch), batch)
 
 
 def _top_k(weights: torch.Tensor, scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Keep the k largest of each row, and whatever equals the k-th."""
-    vocabulary = scaled.shape[-1]
-    on = (batch.top_k > 0) & (batch.top_k < vocabulary)
+    on = (batch.top_k > 0) & (batch.top_k < scaled.shape[-1])
     for rows in (np.flatnonzero(on & (batch.top_k <= _SMALL_K)), np.flatnonzero(on & (batch.top_k > _SMALL_K))):
         if not rows.size:
             continue
@@ -136,7 +191,7 @@ def _top_k(weights: torch.Tensor, scaled: torch.Tensor, batch: SamplingBatch) ->
         k = torch.from_numpy(batch.top_k[rows]).to(weights.device)[:, None]
         chosen = take_rows(scaled, index)
         kth = chosen.topk(int(batch.top_k[rows].max()), dim=-1).values.gather(-1, k - 1)
-        weights = _with_rows(weights, index, torch.where(chosen < kth, 0, take_rows(weights, index)))
+        weights = _with_rows(weights, index, take_rows(weights, index).masked_fill_(chosen < kth, 0))
     return weights
 
 
@@ -157,7 +212,7 @@ def _top_p(weights: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         equal = chosen == lightest
         heavier = chosen > lightest
         above = heavier | (equal & (equal.cumsum(dim=-1) <= taken - heavier.sum(dim=-1, keepdim=True)))
-    return _with_rows(weights, index, torch.where(above, chosen, 0))
+    return _with_rows(weights, index, chosen.masked_fill_(~above, 0))
 
 
 def _with_rows(tensor: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -170,20 +225,37 @@ def _with_rows(tensor: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) ->
 
 def _edge(weights: torch.Tensor, needed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the heaviest tokens reach the weight `needed` [R, 1]: the weight of the last one taken and how many are
-    taken, both [R, 1]. Looks at few candidates first, and at more only for the rows that fall short."""
-    lightest, taken = torch.empty_like(needed), torch.empty_like(needed)
-    pending = torch.arange(weights.shape[0], device=weights.device)
-    count, vocabulary = _FIRST_CANDIDATES, weights.shape[-1]
-    while pending.numel():
-        heaviest = take_rows(weights, pending).topk(min(count, vocabulary), dim=-1).values
-        reached, goal = heaviest.cumsum(dim=-1), take_rows(needed, pending)
-        done = (reached[:, -1] >= goal[:, 0]) | (count >= vocabulary)
-        last = torch.searchsorted(reached, goal).clamp_(max=heaviest.shape[-1] - 1)
-        settled = pending[done]
-        lightest[settled], taken[settled] = heaviest.gather(-1, last)[done], last[done] + 1
-        pending = pending[~done]
-        count *= _CANDIDATE_GROWTH
+    taken, both [R, 1]. Looks at few candidates first, and at all weights only for the rows that fall short."""
+    heaviest = weights.topk(min(_FIRST_CANDIDATES, weights.shape[-1]), dim=-1).values
+    lightest, taken, reached = _last_of(heaviest, needed)
+    if weights.shape[-1] > _FIRST_CANDIDATES and not reached.all():
+        pending = torch.arange(len(weights), device=weights.device)[~reached]
+        lightest[pending], taken[pending] = _edge_by_size(take_rows(weights, pending), take_rows(needed, pending))
     return lightest, taken
+
+
+def _last_of(descending: torch.Tensor, needed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The weight at which the sum of weights reaches `needed` [R, 1], how many that takes, both [R, 1], and whether
+    they suffice, bool [R]."""
+    sums = descending.cumsum(dim=-1)
+    last = torch.searchsorted(sums, needed).clamp_(max=descending.shape[-1] - 1)
+    return descending.gather(-1, last), last + 1, sums[:, -1] >= needed[:, 0]
+
+
+def _edge_by_size(weights: torch.Tensor, needed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_edge` without sorting: sums by size of weight say in which narrow range the last token is."""
+    # The bits of a float32 grow with it; those of 1.0, the smallest weight that counts, become bucket 1.
+    sizes = (weights.float().view(torch.int32) >> (23 - _BUCKET_BITS)) - ((127 << _BUCKET_BITS) - 1)
+    sizes = sizes.clamp_(min=0).long()
+    sums = torch.zeros(len(weights), _NUM_BUCKETS, dtype=torch.int64, device=weights.device)
+    from_above = sums.scatter_add_(1, sizes, weights).flip(1).cumsum(dim=-1)
+    place = torch.searchsorted(from_above, needed).clamp_(max=_NUM_BUCKETS - 1)
+    bucket = _NUM_BUCKETS - 1 - place
+    above = from_above.gather(1, place) - sums.gather(1, bucket)
+    inside = weights.masked_fill(sizes != bucket, 0)
+    count = int((sizes == bucket).sum(dim=-1).max())
+    lightest, taken, _ = _last_of(inside.topk(count, dim=-1).values, needed - above)
+    return lightest, taken + (sizes > bucket).sum(dim=-1, keepdim=True)
 
 
 def _column(values: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from paged_backend.sampling_params import SamplingParams
+    from paged_backend.token_rules import TokenRules
 
 
 @dataclass(slots=True, frozen=True)
@@ -28,6 +29,8 @@ class NewSequence:
         seed: 64-bit sampling seed of this sequence; with the position it alone determines the randomness.
         num_logprobs: how many top log-probabilities to return at each of its sampling positions; None: none at all.
         is_beam: a beam of a beam search: nothing is sampled, the top log-probabilities are its continuations.
+        rules: rules about single tokens, None if there are none.
+        num_prompt_logprobs: how many top log-probabilities to return of each prompt token computed; None: none at all.
     """
 
     seq_id: int
@@ -38,6 +41,8 @@ class NewSequence:
     seed: int
     num_logprobs: int | None = None
     is_beam: bool = False
+    rules: TokenRules | None = None
+    num_prompt_logprobs: int | None = None
 
 
 # Not frozen: making one is the largest single cost of planning a decode, and a frozen one costs three times as much.
@@ -72,6 +77,8 @@ class SchedulerOutput:
         null_blocks: per row not in `new`, how many leading table entries have become the null block.
         scheduled: the ragged batch, in scheduling order (the worker may reorder it).
         num_scheduled_tokens: sum of `num_new_tokens`.
+        token_masks: the tokens that may be sampled, for sampling sequences whose output has a form: a bit per token,
+            lowest bit first, padded with zeros. Filled in by the engine.
     """
 
     removed: list[int] = field(default_factory=list)
@@ -85,6 +92,7 @@ class SchedulerOutput:
     null_blocks: dict[int, int] = field(default_factory=dict)
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     num_scheduled_tokens: int = 0
+    token_masks: dict[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(slots=True, frozen=True)
@@ -108,9 +116,13 @@ class WorkerOutput:
     """What a step gave: `token_ids[i]` continues sequence `seq_ids[i]`.
 
     A beam samples nothing: it is not in `seq_ids`, only in `logprobs`. `logprobs` has an entry for each sequence that
-    sampled in this step and whose row asks for it (`NewSequence.num_logprobs`).
+    sampled in this step and whose row asks for it (`NewSequence.num_logprobs`). `prompt_logprobs` has, for rows that
+    ask for it, those of the prompt tokens computed in this step: the position of the first of them, and a list.
+    `stuck` names sequences that should have sampled, but whose rules and mask left no token.
     """
 
     seq_ids: list[int]
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)
+    stuck: list[int] = field(default_factory=list)

@@ -245,6 +245,9 @@ class Scheduler:
         """Start a new or recomputed request on what the cache has of it and free blocks; false if they do not do."""
         leader, *siblings = request.live_sequences()
         cached = self.prefix_cache.find(leader)
+        if request.wants_prompt_logprobs:
+            # A cached block gives no log-probabilities: what is not known of the prompt must be computed.
+            cached = cached[: request.num_known_prompt_logprobs // self.blocks.block_size]
         if siblings and self.policy.sliding_window is not None:
             # From beyond the prompt, the leader's window would release what its siblings are still to share.
             cached = cached[: request.num_prompt_tokens // self.blocks.block_size]
@@ -335,6 +338,10 @@ class Scheduler:
                 seed=sequence.seed,
                 num_logprobs=sequence.request.num_logprobs,
                 is_beam=sequence.request.params.use_beam_search,
+                rules=sequence.request.rules,
+                num_prompt_logprobs=(
+                    sequence.request.num_prompt_logprobs if sequence.request.wants_prompt_logprobs else None
+                ),
             )
         )
 

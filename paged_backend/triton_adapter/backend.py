@@ -113,7 +113,8 @@ class LLMModel:
         if is_stop(request):
             self._stop(request, client_id, sender)
             return
-        parsed = parse_request(request, has_tokenizer=self._engine.tokenizer is not None)
+        tokenizer = self._engine.tokenizer
+        parsed = parse_request(request, has_tokenizer=tokenizer is not None, tokenizer=tokenizer)
         # Clients may give no id, or the same: the engine gets one of ours.
         key = f"{next(self._ids)}:{client_id}"
         engine_request = self._engine.make_request(key, parsed.prompt, parsed.params, field=parsed.field)

@@ -13,13 +13,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from paged_backend.chat import render_chat
 from paged_backend.errors import InvalidRequestError, UnsupportedError
 from paged_backend.sampling_params import SamplingParams
+from paged_backend.tokenizer import Tokenizer
 from paged_backend.triton_adapter.tensors import LLM_OUTPUTS, RequestTensors
 
 _ALL_OUTPUTS = frozenset(spec.name for spec in LLM_OUTPUTS)
 # Output tensors computed only if the BOOL input `return_<name>` says so, as with the vLLM backend.
-_FLAGGED = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
+_FLAGGED = (
+    "finish_reason",
+    "cumulative_logprob",
+    "logprobs",
+    "prompt_logprobs",
+    "num_input_tokens",
+    "num_output_tokens",
+)
 TEXT_OUTPUTS = frozenset({"text_output", "text_window_ids", "text_window_spans"})
 # The server, its HTTP generate endpoint and its clients put these beside the parameters a client means for us.
 _RESERVED_PARAMETERS = frozenset(
@@ -33,6 +42,7 @@ class ResponseOptions:
 
     Attributes:
         stream: a response per step rather than one in all.
+        cumulative: each response of a stream says everything so far.
         outputs: names of the output tensors to compute.
         prefix: text before a non-streamed output: the prompt, or nothing.
         skip_special_tokens: how the output is decoded.
@@ -42,6 +52,7 @@ class ResponseOptions:
     outputs: frozenset[str]
     prefix: str = ""
     skip_special_tokens: bool = True
+    cumulative: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,30 +70,45 @@ def is_stop(request: Any) -> bool:
     return bool(RequestTensors(request).boolean("stop"))
 
 
-def parse_request(request: Any, *, has_tokenizer: bool = True) -> ParsedRequest:
+def parse_request(request: Any, *, has_tokenizer: bool = True, tokenizer: Tokenizer | None = None) -> ParsedRequest:
     """Read one request.
 
     Args:
         request: the stub's `InferenceRequest`.
         has_tokenizer: whether the engine can turn tokens into text.
+        tokenizer: whose chat template turns `messages` into a prompt.
 
     Raises:
         InvalidRequestError, UnsupportedError: the message names the tensor or parameter at fault.
     """
     tensors = RequestTensors(request)
-    prompt, field = _prompt(tensors)
+    prompt, field = _prompt(tensors, tokenizer)
     params = _sampling_params(tensors, request)
     stream = bool(tensors.boolean("stream"))
-    outputs = _outputs(tensors, request.requested_output_names(), params, is_text=field == "text_input")
+    outputs = _outputs(tensors, request.requested_output_names(), params, is_text=field != "input_ids")
     if "cumulative_logprob" in outputs and params.logprobs is None and not params.use_beam_search:
         params = dataclasses.replace(params, logprobs=0)
     if not has_tokenizer and outputs & TEXT_OUTPUTS:
         name = min(outputs & TEXT_OUTPUTS)
         message = f"`{name}`: this engine runs without a tokenizer; request `output_ids` instead"
         raise UnsupportedError(message, field=name)
+    if not params.detokenize and outputs & TEXT_OUTPUTS:
+        message = "sampling parameter `detokenize` is false, which leaves no text: request `output_ids` instead"
+        raise InvalidRequestError(message, field="detokenize")
     text = prompt if isinstance(prompt, str) else tensors.string("prompt_text")
-    prefix = (text or "") if _prepend(tensors, stream) else ""
-    return ParsedRequest(prompt, field, params, ResponseOptions(stream, outputs, prefix, params.skip_special_tokens))
+    prefix = (text or "") if _prepend(tensors, stream, is_chat=field == "messages") else ""
+    return ParsedRequest(
+        prompt,
+        field,
+        params,
+        ResponseOptions(
+            stream and params.output_kind != "final_only",
+            outputs,
+            prefix,
+            params.skip_special_tokens,
+            cumulative=stream and params.output_kind == "cumulative",
+        ),
+    )
 
 
 def stop_options(request: Any) -> ResponseOptions:
@@ -91,8 +117,14 @@ def stop_options(request: Any) -> ResponseOptions:
     return ResponseOptions(False, _defaults(names, is_text=True) - set(_FLAGGED))
 
 
-def _prompt(tensors: RequestTensors) -> tuple[str | list[int], str]:
+def _prompt(tensors: RequestTensors, tokenizer: Tokenizer | None) -> tuple[str | list[int], str]:
     has_text, has_ids = "text_input" in tensors, "input_ids" in tensors
+    if "messages" in tensors:
+        if has_text or has_ids:
+            raise InvalidRequestError("give `messages` or another prompt, not both", field="messages")
+        return _chat(tensors, tokenizer), "messages"
+    if "tools" in tensors:
+        raise InvalidRequestError("`tools` needs `messages`", field="tools")
     if has_text and has_ids:
         raise InvalidRequestError("give `text_input` or `input_ids`, not both", field="input_ids")
     if has_ids:
@@ -101,16 +133,27 @@ def _prompt(tensors: RequestTensors) -> tuple[str | list[int], str]:
             raise InvalidRequestError("`input_ids` is empty: give at least one token", field="input_ids")
         return ids, "input_ids"
     if not has_text:
-        raise InvalidRequestError("a prompt is missing: give `text_input` or `input_ids`", field="text_input")
+        message = "a prompt is missing: give `text_input`, `messages` or `input_ids`"
+        raise InvalidRequestError(message, field="text_input")
     text = tensors.string("text_input")
     if not text:
         raise InvalidRequestError("`text_input` is empty: give at least one character", field="text_input")
     return text, "text_input"
 
 
-def _prepend(tensors: RequestTensors, stream: bool) -> bool:
-    """Whether the prompt goes before the output; the default is no in a stream and yes otherwise."""
+def _chat(tensors: RequestTensors, tokenizer: Tokenizer | None) -> str:
+    """The prompt text of a conversation."""
+    if tokenizer is None:
+        raise UnsupportedError("`messages`: this engine runs without a tokenizer; give `input_ids`", field="messages")
+    messages, tools = (_json(tensors.string(name), name) for name in ("messages", "tools"))
+    return render_chat(tokenizer, messages, tools=tools)
+
+
+def _prepend(tensors: RequestTensors, stream: bool, *, is_chat: bool) -> bool:
+    """Whether the prompt goes before the output; unless told, not in a stream and not before an answer in a chat."""
     exclude = tensors.boolean("exclude_input_in_output")
+    if not stream and is_chat:
+        return exclude is False
     if not stream:
         return not exclude
     if exclude is False:
@@ -127,6 +170,9 @@ def _outputs(
 ) -> frozenset[str]:
     unwanted = {name for name in _FLAGGED if not tensors.boolean(f"return_{name}")}
     outputs = _defaults(requested, is_text=is_text) - unwanted
+    if "text_window_ids" in outputs and not (params.spaces_between_special_tokens or params.skip_special_tokens):
+        message = "`spaces_between_special_tokens` false is not supported in the ensemble: use the engine model"
+        raise UnsupportedError(message, field="spaces_between_special_tokens")
     if params.n > 1:
         if "text_window_ids" in outputs:
             # The stateless detokenizer makes one text of each response.
@@ -158,18 +204,22 @@ def _sampling_params(tensors: RequestTensors, request: Any) -> SamplingParams:
 
 
 def _json_object(text: str, field: str) -> dict[str, Any]:
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"`{field}` is not valid JSON: {error}", field=field) from error
+    values = _json(text, field)
     if not isinstance(values, dict):
         raise InvalidRequestError(f"`{field}` must be a JSON object, got {type(values).__name__}", field=field)
     return values
 
 
+def _json(text: str | None, field: str) -> Any:
+    try:
+        return None if text is None else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"`{field}` is not valid JSON: {error}", field=field) from error
+
+
 def _typed(name: str, value: Any) -> Any:
     """`value`, or what it spells if it is a string ("100", "0.5", "False"): clients of older servers send those."""
-    if not isinstance(value, str) or name == "stop":
+    if not isinstance(value, str) or name in ("stop", "cache_salt"):
         return value
     try:
         return json.loads({"True": "true", "False": "false", "None": "null"}.get(value.strip(), value))

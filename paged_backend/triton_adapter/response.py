@@ -18,13 +18,22 @@ from paged_backend.triton_adapter.pb import pb_utils
 from paged_backend.triton_adapter.tensors import int_tensor, string_tensor
 
 _TOKEN_OUTPUTS = frozenset({"output_ids", "num_output_tokens"})
-_SAID_AT_THE_END = frozenset({"finish_reason", "logprobs", "cumulative_logprob"})
+_SAID_AT_THE_END = frozenset({"finish_reason", "logprobs", "cumulative_logprob", "prompt_logprobs"})
 
 
 class Chunk:
     """What a sequence gained since its last response: any number of deltas, in order."""
 
-    __slots__ = ("_texts", "cumulative_logprob", "finish_reason", "index", "logprobs", "spans", "token_ids")
+    __slots__ = (
+        "_texts",
+        "cumulative_logprob",
+        "finish_reason",
+        "index",
+        "logprobs",
+        "prompt_logprobs",
+        "spans",
+        "token_ids",
+    )
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -32,6 +41,7 @@ class Chunk:
         self.spans: list[TextSpan] = []
         self.finish_reason: str | None = None
         self.logprobs: list[dict[int, Logprob]] | None = None
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.cumulative_logprob: float | None = None
         self._texts: list[str] = []
 
@@ -51,6 +61,18 @@ class Chunk:
         self.cumulative_logprob = delta.cumulative_logprob
         if delta.logprobs is not None:
             self.logprobs = (self.logprobs or []) + delta.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
+
+    def extend(self, later: Chunk) -> None:
+        """Append what a later chunk of the same sequence says."""
+        self.token_ids += later.token_ids
+        self._texts += later._texts
+        self.spans += later.spans
+        self.finish_reason = later.finish_reason
+        self.cumulative_logprob = later.cumulative_logprob
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + later.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
 
     def is_visible(self, options: ResponseOptions) -> bool:
         """Whether a streaming client would see something new.
@@ -86,6 +108,9 @@ def build_response(chunks: Sequence[Chunk], options: ResponseOptions, num_input_
             name, np.array([chunk.cumulative_logprob or 0.0 for chunk in chunks], dtype=np.float32)
         ),
         "logprobs": lambda name: string_tensor(name, [_logprobs_json(chunk.logprobs) for chunk in chunks]),
+        "prompt_logprobs": lambda name: string_tensor(
+            name, [_logprobs_json(next((chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs), None))]
+        ),
         "num_input_tokens": lambda name: int_tensor(name, [num_input_tokens], np.uint32),
         "num_output_tokens": lambda name: int_tensor(name, [len(chunk.token_ids) for chunk in chunks], np.uint32),
         "output_ids": lambda name: int_tensor(name, [i for chunk in chunks for i in chunk.token_ids]),
@@ -98,11 +123,12 @@ def build_response(chunks: Sequence[Chunk], options: ResponseOptions, num_input_
     return pb_utils().InferenceResponse([builders[name](name) for name in names])
 
 
-def _logprobs_json(positions: list[dict[int, Logprob]] | None) -> str:
+def _logprobs_json(positions: Sequence[dict[int, Logprob] | None] | None) -> str:
     """The vLLM backend's form: a list of {token id: {logprob, rank, decoded_token}}, "null" if not asked for."""
     if positions is None:
         return "null"
-    return json.dumps([{token_id: p._asdict() for token_id, p in position.items()} for position in positions])
+    # The first token of a prompt has none.
+    return json.dumps([position and {i: p._asdict() for i, p in position.items()} for position in positions])
 
 
 def _spans(chunks: Sequence[Chunk]) -> list[TextSpan]:

@@ -73,6 +73,8 @@ class ResponseStream:
         self._io_lock = threading.Lock()
         self._closed = False
         self._cancelled = False
+        # Of a cumulative stream: what each sequence has said so far.
+        self._said: dict[int, Chunk] = {}
 
     def sink(self, event: SequenceDelta | PagedBackendError) -> None:
         """Take a delta or the error that ends the request; called on the engine thread, does not block."""
@@ -186,6 +188,10 @@ class ResponseStream:
             logger.exception("request %s: the error could not be sent either", self.key)
 
     def _response(self, chunks: list[Chunk]) -> Any:
+        if self._options.cumulative:
+            for chunk in chunks:
+                self._said.setdefault(chunk.index, Chunk(chunk.index)).extend(chunk)
+            chunks = [self._said[chunk.index] for chunk in chunks]
         return build_response(chunks, self._options, self._num_input_tokens)
 
 

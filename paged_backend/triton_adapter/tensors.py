@@ -1,11 +1,13 @@
 """The tensors of the served models: their names and shapes, and reading a request's.
 
-Names are those of the vLLM backend (text interface) and of the TensorRT-LLM backend (token interface). Two groups are
-ours and let a detokenizer model work without state:
+Names are those of the vLLM backend (text interface) and of the TensorRT-LLM backend (token interface). Ours are these;
+the first and the last let a detokenizer model work without state:
 
 - `text_window_ids` INT32[-1] and `text_window_spans` INT32[-1, 4]. Each row (count, start, end, skip) takes the next
   `count` ids of `text_window_ids`; `decode(ids, skip_special_tokens=skip)[start:end]`, joined over the rows, is
   exactly the response's text. Rows rather than one window, because a response may carry many steps merged.
+- `messages` STRING[1] is a prompt too: a JSON list of chat messages, with `tools` STRING[1] beside it if there are any.
+- `prompt_logprobs` STRING[1] is to the prompt what `logprobs` is to the output; "null" in responses after the first.
 - `prompt_text` goes in and `text_prefix` comes out: the ensemble's way of putting the prompt before a non-streamed
   output. It travels through the engine model because an ensemble hands a client's tensor to a step only once.
 
@@ -39,12 +41,15 @@ def _flag(name: str) -> TensorSpec:
 LLM_INPUTS = (
     TensorSpec("text_input", "TYPE_STRING", [1], optional=True),
     TensorSpec("input_ids", "TYPE_INT32", [-1], optional=True),
+    TensorSpec("messages", "TYPE_STRING", [1], optional=True),
+    TensorSpec("tools", "TYPE_STRING", [1], optional=True),
     _flag("stream"),
     TensorSpec("sampling_parameters", "TYPE_STRING", [1], optional=True),
     _flag("exclude_input_in_output"),
     _flag("return_finish_reason"),
     _flag("return_cumulative_logprob"),
     _flag("return_logprobs"),
+    _flag("return_prompt_logprobs"),
     _flag("return_num_input_tokens"),
     _flag("return_num_output_tokens"),
     _flag("stop"),
@@ -55,6 +60,7 @@ LLM_OUTPUTS = (
     TensorSpec("finish_reason", "TYPE_STRING", [-1]),
     TensorSpec("cumulative_logprob", "TYPE_FP32", [-1]),
     TensorSpec("logprobs", "TYPE_STRING", [-1]),
+    TensorSpec("prompt_logprobs", "TYPE_STRING", [1]),
     TensorSpec("num_input_tokens", "TYPE_UINT32", [1]),
     TensorSpec("num_output_tokens", "TYPE_UINT32", [-1]),
     TensorSpec("output_ids", "TYPE_INT32", [-1]),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from paged_backend.errors import PagedBackendError
+from paged_backend.sampling.constraints import ConstraintBatch, TokenConstraints, gather_constraints
 from paged_backend.sampling.penalties import PenaltyBatch, TokenHistory, gather_penalties
 from paged_backend.sampling.sampler import SamplingBatch
 from paged_backend.sched.output import NewSequence
@@ -33,7 +34,10 @@ class InputBatch:
         block_tables: int32 [rows, columns]; a row's first `num_blocks` entries count, the rest is 0 (the null block).
         num_blocks: int64 [rows].
         changed_tables: rows whose block table changed since the last `clear_changes()`.
+        num_prompt_tokens: int64 [rows], how many of a row's tokens are its prompt.
         num_logprobs: int64 [rows], how many top log-probabilities a row wants, or NO_LOGPROBS.
+        num_prompt_logprobs: int64 [rows], the same of its prompt tokens.
+        num_prompt_reporting: rows that want log-probabilities of their prompt tokens.
         is_beam: bool [rows], rows of a beam search, which sample nothing.
     """
 
@@ -46,10 +50,15 @@ class InputBatch:
         self.block_tables = np.zeros((max_num_seqs, _FIRST_BLOCK_COLUMNS), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.changed_tables: set[int] = set()
+        self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int64)
+        self.num_prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int64)
+        self.num_prompt_reporting = 0
         self.is_beam = np.zeros(max_num_seqs, dtype=bool)
         # Of rows with penalties only.
         self._histories: dict[int, TokenHistory] = {}
+        # Of rows with rules only.
+        self._constraints: dict[int, TokenConstraints] = {}
         self._sampling = SamplingBatch(
             greedy=np.ones(max_num_seqs, dtype=bool),
             temperature=np.ones(max_num_seqs, dtype=np.float32),
@@ -102,7 +111,13 @@ class InputBatch:
         sampling.min_p[row] = params.min_p
         sampling.seeds[row] = new.seed & _SEED_MASK
         self.num_logprobs[row] = NO_LOGPROBS if new.num_logprobs is None else new.num_logprobs
+        self.num_prompt_tokens[row] = new.num_prompt_tokens
+        if new.num_prompt_logprobs is not None:
+            self.num_prompt_logprobs[row] = new.num_prompt_logprobs
+            self.num_prompt_reporting += 1
         self.is_beam[row] = new.is_beam
+        if new.rules is not None:
+            self._constraints[row] = TokenConstraints(new.rules, new.num_prompt_tokens)
         if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
             self._histories[row] = TokenHistory(
                 new.num_prompt_tokens,
@@ -119,6 +134,10 @@ class InputBatch:
         self.block_tables[row, : self.num_blocks[row]] = 0
         self.num_blocks[row] = self.num_tokens[row] = 0
         self._histories.pop(row, None)
+        self._constraints.pop(row, None)
+        if self.num_prompt_logprobs[row] != NO_LOGPROBS:
+            self.num_prompt_logprobs[row] = NO_LOGPROBS
+            self.num_prompt_reporting -= 1
         self._free.append(row)
 
     def append_blocks(self, seq_id: int, block_ids: list[int]) -> None:
@@ -180,6 +199,25 @@ class InputBatch:
         for history, (_, row) in zip(histories, penalised, strict=True):
             history.follow(self.token_ids[row, : self.num_tokens[row]])
         return gather_penalties([i for i, _ in penalised], histories)
+
+    def constraints(
+        self, rows: np.ndarray, seq_ids: list[int], masks: dict[int, bytes], vocabulary: int
+    ) -> ConstraintBatch | None:
+        """The constraints of `rows`, numbered from 0 in their order, as of their present tokens; None: there are none.
+
+        Args:
+            rows, seq_ids: the same sequences.
+            masks: per sequence whose output has a form, the tokens that may follow.
+            vocabulary: entries of the vocabulary.
+        """
+        if not (self._constraints or masks):
+            return None
+        narrowed = [
+            (i, self._constraints.get(row), self.token_ids[row, : self.num_tokens[row]], masks.get(seq_id))
+            for i, (row, seq_id) in enumerate(zip(rows.tolist(), seq_ids, strict=True))
+            if row in self._constraints or seq_id in masks
+        ]
+        return gather_constraints(narrowed, vocabulary) if narrowed else None
 
     def clear_changes(self) -> None:
         """Forget which block tables changed."""

@@ -21,9 +21,10 @@ import torch
 from paged_backend.errors import PagedBackendError
 from paged_backend.model.attention import AttentionMetadata
 from paged_backend.model.cpu_decoder import Model
-from paged_backend.sched.output import ScheduledSequence, SchedulerOutput, WorkerOutput
+from paged_backend.sched.output import ScheduledSequence, SchedulerOutput, TokenLogprobs, WorkerOutput
 from paged_backend.worker.block_copy import HostPool, copy_blocks
 from paged_backend.worker.input_batch import InputBatch
+from paged_backend.worker.prompt_logprobs import prompt_logprobs
 from paged_backend.worker.token_choice import choose_tokens
 
 
@@ -87,9 +88,20 @@ class ModelRunner:
                 f"the step's plan counts {plan.num_scheduled_tokens} tokens and holds {len(batch.input_ids)}"
             )
         hidden = self._forward(batch)
-        if not batch.sampled_ids:
-            return WorkerOutput([], [])
-        return choose_tokens(self._logits(hidden, batch), batch.sampled_ids, batch.sampled_rows, self._input)
+        output = WorkerOutput([], [])
+        if batch.sampled_ids:
+            logits = self._logits(hidden, batch)
+            output = choose_tokens(logits, batch.sampled_ids, batch.sampled_rows, self._input, plan.token_masks)
+        if self._input.num_prompt_reporting:
+            output.prompt_logprobs = self._prompt_logprobs(hidden, batch, plan)
+        return output
+
+    def _prompt_logprobs(
+        self, hidden: torch.Tensor, batch: RaggedBatch, plan: SchedulerOutput
+    ) -> dict[int, tuple[int, list[TokenLogprobs]]]:
+        first = dict(zip(batch.rows.tolist(), batch.query_start_loc.tolist(), strict=False))
+        first_token = {item.seq_id: first[self._input.row(item.seq_id)] for item in plan.scheduled}
+        return prompt_logprobs(hidden, first_token, plan.scheduled, self._input, self._model.compute_logits)
 
     def _apply(self, plan: SchedulerOutput) -> None:
         """Apply the differences, in the order that `SchedulerOutput` documents."""

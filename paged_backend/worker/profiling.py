@@ -16,7 +16,6 @@ from paged_backend.model.attention import AttentionMetadata
 from paged_backend.model.cpu_decoder import Model
 from paged_backend.sampling.logprobs import token_logprobs
 from paged_backend.sampling.sampler import SamplingBatch, sample
-from paged_backend.sampling_params import MAX_LOGPROBS
 from paged_backend.worker.block_copy import HostPool
 from paged_backend.worker.kv_cache import allocate_kv_cache
 
@@ -39,7 +38,7 @@ def activation_peak(model: Model, config: EngineConfig) -> int:
         backend=config.attention_backend,
     )
     tokens = sample(logits, _costliest_sampling(len(logits)))
-    token_logprobs(logits, tokens, MAX_LOGPROBS)
+    token_logprobs(logits, tokens, config.max_logprobs)
     torch.cuda.synchronize(model.device)
     peak = torch.cuda.max_memory_allocated(model.device) - before
     torch.cuda.empty_cache()

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from paged_backend.errors import InvalidRequestError, UnsupportedError
+from paged_backend.model_source import resolve_model
 from paged_backend.sampling_params import SamplingParams
+from paged_backend.tokenizer import Tokenizer
 from paged_backend.triton_adapter.parse import is_stop, parse_request, stop_options
 from paged_backend.triton_adapter.pb import printable
 from paged_backend.triton_adapter.tensors import LLM_OUTPUTS
@@ -254,3 +256,102 @@ def test_messages_can_always_cross_to_the_server():
     error = refused(Request(text_input="a", sampling_parameters='{"\\ud800": 1}'))
     assert printable(str(error)).encode("utf-8")
     assert len(printable("x" * 10_000)) <= 2000
+
+
+# --- chat ---
+
+
+@pytest.fixture(scope="module")
+def tokenizer(text_model):
+    """Llama-style: encoding adds `<s>`, and the chat template writes one too."""
+    return Tokenizer.load(resolve_model(str(text_model)))
+
+
+MESSAGES = json.dumps([{"role": "user", "content": "the cat"}])
+
+
+def test_messages_are_a_prompt(tokenizer):
+    parsed = parse_request(Request(messages=MESSAGES), tokenizer=tokenizer)
+    assert (parsed.prompt, parsed.field) == ("<s>[user] the cat\nnull", "messages")
+    assert parsed.options.outputs == {"text_output"}
+    # An answer is not preceded by the conversation, unless that is asked for.
+    assert parsed.options.prefix == ""
+    asked = parse_request(Request(messages=MESSAGES, exclude_input_in_output=False), tokenizer=tokenizer)
+    assert asked.options.prefix == parsed.prompt
+
+
+def test_the_begin_token_is_neither_doubled_nor_missing(tokenizer):
+    parsed = parse_request(Request(messages=MESSAGES), tokenizer=tokenizer)
+    ids = tokenizer.encode(parsed.prompt)
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.encode("the cat")[0] == tokenizer.bos_token_id
+
+
+def test_tools_and_parts_reach_the_template(tokenizer):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    request = Request(messages=json.dumps([{"role": "user", "content": parts}]), tools='[{"name": "f"}]')
+    assert parse_request(request, tokenizer=tokenizer).prompt == '<s>[user] a\nb\n[{"name": "f"}]'
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"messages": MESSAGES, "text_input": "x"},
+        {"messages": MESSAGES, "input_ids": [1]},
+        {"messages": "{"},
+        {"messages": "[]"},
+        {"messages": '"hi"'},
+        {"messages": '[{"content": "no role"}]'},
+        {"messages": MESSAGES, "tools": "{}"},
+        {"messages": MESSAGES, "tools": "[1]"},
+        {"tools": "[]"},
+    ],
+    ids=str,
+)
+def test_malformed_chats_are_refused(tokenizer, tensors):
+    refused(Request(**tensors), tokenizer=tokenizer)
+
+
+def test_chats_that_this_model_cannot_have_are_refused(tokenizer):
+    refused(Request(messages=MESSAGES), UnsupportedError)
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    refused(Request(messages=json.dumps(image)), UnsupportedError, tokenizer=tokenizer)
+
+
+# --- kinds of output ---
+
+
+@pytest.mark.parametrize(
+    ("kind", "stream", "expected"),
+    [
+        ("delta", True, (True, False)),
+        ("cumulative", True, (True, True)),
+        ("final_only", True, (False, False)),
+        ("cumulative", False, (False, False)),
+    ],
+)
+def test_output_kinds(kind, stream, expected):
+    parsed = parse_request(
+        Request(text_input="x", stream=stream, sampling_parameters=json.dumps({"output_kind": kind}))
+    )
+    assert (parsed.options.stream, parsed.options.cumulative) == expected
+    # Whatever the kind, a stream does not repeat the prompt.
+    assert parsed.options.prefix == ("" if stream else "x")
+
+
+def test_no_text_can_be_asked_for_without_detokenizing():
+    text = json.dumps({"detokenize": False})
+    refused(Request(text_input="x", sampling_parameters=text))
+    parse_request(Request(text_input="x", sampling_parameters=text, outputs={"output_ids"}))
+
+
+def test_a_salt_of_digits_stays_a_string():
+    parsed = parse_request(Request(text_input="x", parameters={"cache_salt": "123", "max_tokens": "7"}))
+    assert (parsed.params.cache_salt, parsed.params.max_tokens) == ("123", 7)
+
+
+def test_what_a_stateless_detokenizer_cannot_do_is_refused():
+    text = json.dumps({"spaces_between_special_tokens": False, "skip_special_tokens": False})
+    refused(Request(input_ids=[1], sampling_parameters=text, outputs={"text_window_ids"}), UnsupportedError)
+    parse_request(Request(input_ids=[1], sampling_parameters=text, outputs={"output_ids"}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 import threading
 from types import ModuleType, SimpleNamespace
@@ -9,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from paged_backend.engine.outputs import SequenceDelta, TextSpan
+from paged_backend.engine.outputs import Logprob, SequenceDelta, TextSpan
 from paged_backend.errors import EngineDeadError, InvalidRequestError, OverloadedError, UnsupportedError
 from paged_backend.triton_adapter.parse import ResponseOptions
 from paged_backend.triton_adapter.pb import triton_error
@@ -75,13 +77,13 @@ class Sender:
         return [r.tensors["text_output"][0].decode() for r in self.sent if r.error is None]
 
 
-def make_stream(sender, outputs=TEXT, stream=True, prefix="", schedule=lambda stream: None):
+def make_stream(sender, outputs=TEXT, stream=True, prefix="", schedule=lambda stream: None, **options):
     closed = []
     result = ResponseStream(
         "1:",
         "",
         sender,
-        ResponseOptions(stream, frozenset(outputs), prefix),
+        ResponseOptions(stream, frozenset(outputs), prefix, **options),
         5,
         schedule=schedule,
         on_close=closed.append,
@@ -102,6 +104,31 @@ def test_each_piece_is_sent_and_final_rides_on_the_last():
     assert sender.texts == ["a", "b", "c"]
     assert sender.finals == 1
     assert closed == [stream]
+
+
+def test_a_cumulative_stream_says_everything_so_far():
+    sender = Sender()
+    outputs = TEXT | {"output_ids", "num_output_tokens"}
+    stream, _ = make_stream(sender, outputs, cumulative=True)
+    events = [delta("a", [1]), delta("b", [2], index=1), delta("c", [3]), delta("d", [4], index=1, finish="stop")]
+    for event in [*events, delta("e", [5, 6], finish="stop", last=True)]:
+        stream.sink(event)
+        stream.flush()
+    assert sender.texts == ["a", "b", "ac", "bd", "ace"]
+    assert sender.sent[-1].tensors["output_ids"].tolist() == [1, 3, 5, 6]
+    assert sender.sent[-1].tensors["num_output_tokens"].tolist() == [4]
+    assert sender.finals == 1
+
+
+def test_prompt_logprobs_are_sent_once():
+    entry = {7: Logprob(-0.5, 1, "x")}
+    event = dataclasses.replace(delta("a", [1], last=True, finish="stop"), prompt_logprobs=[None, entry])
+    sender = Sender()
+    stream, _ = make_stream(sender, TEXT | {"prompt_logprobs"}, stream=False)
+    stream.sink(event)
+    stream.flush()
+    (text,) = sender.sent[0].tensors["prompt_logprobs"].tolist()
+    assert json.loads(text) == [None, {"7": {"logprob": -0.5, "rank": 1, "decoded_token": "x"}}]
 
 
 def test_pieces_that_pile_up_are_merged():

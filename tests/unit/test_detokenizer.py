@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -88,6 +90,35 @@ def test_stop_strings_cut_exactly(text, stops, include):
     assert ("".join(deltas), stop) == (wanted, wanted_stop)
 
 
+@given(st.text("ab", max_size=40), st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4))
+@settings(max_examples=300)
+def test_what_is_held_back_is_the_longest_beginning_of_a_stop_string(text, stops):
+    """Of an alphabet so small that beginnings overlap; the oracle compares every end of the text."""
+    tokenizer = ByteTokenizer()
+    state = OutputText(tokenizer, SamplingParams(stop=stops))
+    shown = ""
+    for end, token_id in enumerate(tokenizer.encode(text), start=1):
+        delta, stop = state.append(token_id)
+        shown += delta
+        if stop is not None:
+            return
+        ends = (text[end - length : end] for length in range(min(end, 6), 0, -1))
+        held = next((tail for tail in ends if any(stop.startswith(tail) for stop in stops)), "")
+        assert shown == text[: end - len(held)]
+
+
+def test_hostile_stop_strings_cost_little():
+    """Sixty-four long strings that begin again and again: a token costs its characters, not their lengths."""
+    stops = ["a" * 900 + "b" * i + "c" for i in range(1, 64)] + ["a" * 1023 + "d"]
+    tokenizer = ByteTokenizer()
+    state = OutputText(tokenizer, SamplingParams(stop=stops))
+    started = time.perf_counter()
+    for _ in range(1001):
+        state.append(97)
+    assert time.perf_counter() - started < 5.0
+    assert state.finish()[0] == "a" * 1001
+
+
 def test_text_is_held_back_only_as_far_as_needed():
     tokenizer = ByteTokenizer()
     state = OutputText(tokenizer, SamplingParams(stop=["abcd"]))
@@ -118,3 +149,50 @@ def test_span_windows_stay_short():
     for i in tokenizer.encode("a long plain text " * 50):
         delta, _ = state.append(i)
         assert len(state.span(len(delta)).token_ids) <= 2
+
+
+class WordTokenizer:
+    """Joins tokens by spaces, special ones too, as word-level tokenizers do. Ids from 90 are added tokens."""
+
+    def decode(self, ids, skip_special_tokens: bool = True) -> str:
+        return " ".join(self._spell(i) for i in ids if not (skip_special_tokens and i >= 90))
+
+    def added_token(self, token_id: int) -> str | None:
+        return f"<{token_id}>" if token_id >= 90 else None
+
+    def _spell(self, token_id: int) -> str:
+        return self.added_token(token_id) or f"w{token_id}"
+
+
+@pytest.mark.parametrize(
+    ("skip", "spaces", "wanted"),
+    [
+        (False, True, "w1 <90> <91> w2 <92>"),
+        (False, False, "w1 <90><91> w2 <92>"),
+        (True, False, "w1 w2"),
+    ],
+)
+def test_spaces_between_special_tokens(skip, spaces, wanted):
+    params = SamplingParams(skip_special_tokens=skip, spaces_between_special_tokens=spaces)
+    state = OutputText(WordTokenizer(), params)
+    deltas, _ = _stream(state, [1, 90, 91, 2, 92])
+    assert "".join(deltas) == wanted
+
+
+def test_each_delta_has_its_span_without_the_needless_spaces():
+    tokenizer = WordTokenizer()
+    state = OutputText(tokenizer, SamplingParams(skip_special_tokens=False, spaces_between_special_tokens=False))
+    for token_id in (90, 91, 92, 1):
+        delta, _ = state.append(token_id)
+        span = state.span(len(delta))
+        assert tokenizer.decode(span.token_ids, skip_special_tokens=False)[span.start : span.end] == delta
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 3, 6, 20])
+def test_text_before_the_minimum_is_not_matched(min_tokens):
+    tokenizer = ByteTokenizer()
+    state = OutputText(tokenizer, SamplingParams(stop="ab", min_tokens=min_tokens, max_tokens=30))
+    deltas, stop = _stream(state, tokenizer.encode("abxabyabz"))
+    ends = [start for start in (0, 3, 6) if start >= min_tokens]
+    wanted = "abxabyabz"[: ends[0]] if ends else "abxabyabz"
+    assert ("".join(deltas), stop) == (wanted, "ab" if ends else None)

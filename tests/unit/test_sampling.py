@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from paged_backend.errors import PagedBackendError
+from paged_backend.sampling import sampler
 from paged_backend.sampling.sampler import SamplingBatch, sample, token_weights
+from paged_backend.sampling_params import SamplingParams
 
 TOY_LOGITS = np.array([2.0, 1.5, 1.5, 0.0, -1.0, 0.7, -8.0, 1.49], dtype=np.float32)
 
@@ -55,6 +57,12 @@ def _exact(logits: np.ndarray, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0
         {"temperature": 0.7, "top_k": 4, "top_p": 0.8},
         {"temperature": 1.7, "min_p": 0.1, "top_p": 0.9},
         {"temperature": 2.0, "top_k": 6, "top_p": 0.9, "min_p": 0.05},
+        {"top_k": 5, "top_p": 0.7},
+        {"top_k": 3, "min_p": 0.3},
+        {"min_p": 0.3, "top_p": 0.5},
+        {"temperature": 0.3, "min_p": 0.05, "top_k": 3},
+        {"temperature": 5.0, "top_p": 0.99},
+        {"top_k": 10**9},  # above the vocabulary: off
     ],
 )
 def test_distribution(params):
@@ -72,6 +80,10 @@ def test_distribution(params):
 
 def _random_logits(rows: int, vocabulary: int, scale: float, seed: int = 3) -> torch.Tensor:
     return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def _shifted(logits: torch.Tensor) -> torch.Tensor:
+    return logits - logits.amax(dim=-1, keepdim=True)
 
 
 @pytest.mark.parametrize("vocabulary", [50, 5000])
@@ -92,10 +104,101 @@ def _random_logits(rows: int, vocabulary: int, scale: float, seed: int = 3) -> t
 def test_kept_sets_are_those_of_transformers(vocabulary, scale, params, warper):
     logits = _random_logits(6, vocabulary, scale)
     expected = warper(None, logits.double()) > -float("inf")
-    # Tokens below 2**-40 count as impossible here.
-    expected &= logits.double().softmax(-1) >= 2.0**-40
-    kept = token_weights(logits, _batch(6, **params)) > 0
+    # Tokens that are 2**40 times less likely than the first count as impossible here.
+    expected &= _shifted(logits).double().exp() >= 2.0**-40
+    kept = token_weights(_shifted(logits), _batch(6, **params)) > 0
     assert torch.equal(kept, expected)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.6},
+        {"temperature": 1.8, "top_k": 30},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"temperature": 1.3, "min_p": 0.03},
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
+        {"temperature": 1.5, "min_p": 0.02, "top_p": 0.95},
+        {"temperature": 1.1, "min_p": 0.01, "top_k": 25, "top_p": 0.9},
+    ],
+)
+def test_probabilities_are_those_of_transformers(params, seed):
+    """transformers' warpers one after the other, in the documented order."""
+    logits = _random_logits(6, 400, 2.5, seed)
+    scores = TemperatureLogitsWarper(params["temperature"])(None, logits.double())
+    for name, warper in (("min_p", MinPLogitsWarper), ("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper)):
+        if name in params:
+            scores = warper(params[name])(None, scores)
+    weights = token_weights(_shifted(logits) / params["temperature"], _batch(6, **params)).double()
+    assert torch.allclose(weights / weights.sum(-1, keepdim=True), scores.softmax(-1), atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("temperature", [1e-4, 1e-6, 1e-9, 1e-12])
+def test_tiny_temperatures_equal_greedy_whatever_the_model_computes_in(dtype, temperature):
+    """Logits rounded to half precision tie at the top, which a mere division by the temperature would not resolve."""
+    logits = _random_logits(200, 3000, 1.0)
+    # Less above the best than half precision can tell.
+    logits[:, 2999] = logits.amax(dim=-1) * (1 + 1e-4)
+    logits = logits.to(dtype).float()
+    params = SamplingParams(temperature=temperature, top_k=10**6, top_p=0.9)
+    batch = _batch(200, temperature=params.temperature, top_k=10**6, top_p=0.9, greedy=params.is_greedy)
+    assert sample(logits, batch).tolist() == logits.argmax(-1).tolist()
+    if dtype is not torch.float32:
+        best = logits.topk(2, dim=-1).values
+        assert (best[:, 0] == best[:, 1]).any(), "no ties: the test would show nothing"
+
+
+@pytest.mark.parametrize("vocabulary", [64, 640, 9999, 16384])
+@pytest.mark.parametrize("scale", [0.0, 0.2, 3.0])
+@pytest.mark.parametrize("k", [1, 2, 9, 40, 200])
+def test_looking_at_the_best_blocks_changes_nothing(vocabulary, scale, k, monkeypatch):
+    """Draws are those of the whole vocabulary, ties at the k-th place included (rounded logits have many)."""
+    logits = (_random_logits(150, vocabulary, scale) * 8).round() / 8
+    batch = _batch(150, top_k=k, temperature=3.0)
+    batch.top_k[::2] = max(1, k // 2)
+    batch.top_p[::3] = 0.8
+    found = sample(logits, batch)
+    monkeypatch.setattr(sampler, "_MOST_BLOCKS", 0.0)
+    assert sample(logits, batch).tolist() == found.tolist()
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.01, 0.3, 2.0, 9.0])
+@pytest.mark.parametrize("top_p", [0.2, 0.7, 0.95, 0.9999])
+def test_top_p_without_sorting_keeps_what_sorting_keeps(scale, top_p):
+    logits = _random_logits(20, 5000, scale)
+    logits[10:] = (logits[10:] * 4).round() / 4  # many that weigh the same
+    shifted = _shifted(logits)
+    kept = token_weights(shifted, _batch(20, top_p=top_p)) > 0
+    weights = token_weights(shifted, _batch(20))
+    for row, weight in zip(kept, weights, strict=True):
+        heaviest, order = weight.sort(descending=True, stable=True)
+        needed = int(np.ceil(np.float64(np.float32(top_p)) * int(weight.sum())))
+        count = int(torch.searchsorted(heaviest.cumsum(0), needed)) + 1
+        assert set(row.nonzero()[:, 0].tolist()) == set(order[:count].tolist())
+
+
+@pytest.mark.parametrize("size", [1, 1 << 12, 1 << 30])
+def test_slices_change_nothing(size, monkeypatch):
+    logits, batch = _random_logits(48, 700, 2.0), _mixed_batch(48)
+    found = sample(logits, batch)
+    monkeypatch.setattr(sampler, "_SLICE_LOGITS", size)
+    assert sample(logits, batch).tolist() == found.tolist()
+
+
+def test_greedy_and_top_k_rows_mixed():
+    """Each kind as if alone: greedy rows take the best token, rows with a k one of their k best."""
+    logits = _random_logits(90, 2000, 1.0)
+    batch = _batch(90, top_k=3, temperature=5.0)
+    batch.greedy = np.arange(90) % 3 == 0
+    batch.top_k[1::3] = 10**9
+    tokens = torch.from_numpy(sample(logits, batch))
+    ranks = (logits > logits.gather(-1, tokens[:, None])).sum(-1)
+    assert (ranks[0::3] == 0).all()
+    assert (ranks[2::3] < 3).all()
+    assert (ranks[2::3] > 0).any()
+    assert (ranks[1::3] >= 3).any()
 
 
 def test_top_k_keeps_ties_and_top_p_takes_low_ids_first():
@@ -107,7 +210,7 @@ def test_top_k_keeps_ties_and_top_p_takes_low_ids_first():
 @pytest.mark.parametrize("top_p", [1e-9, 0.3])
 def test_top_p_keeps_at_least_one(top_p):
     logits = torch.tensor([[0.0, 9.0, 1.0]])
-    assert (token_weights(logits, _batch(1, top_p=top_p)) > 0).tolist() == [[False, True, False]]
+    assert (token_weights(_shifted(logits), _batch(1, top_p=top_p)) > 0).tolist() == [[False, True, False]]
 
 
 def test_tiny_temperature_is_greedy():
@@ -139,11 +242,11 @@ def test_rows_do_not_depend_on_their_batch(vocabulary):
     """Bit for bit: the weights of a row alone, in any order and company, and so the token."""
     rows = 48
     logits, batch = _random_logits(rows, vocabulary, 2.0), _mixed_batch(rows)
-    together, weights = sample(logits, batch), token_weights(logits, batch)
+    together, weights = sample(logits, batch), token_weights(_shifted(logits), batch)
     for i in range(rows):
         one = np.array([i])
         assert sample(logits[one], batch.select(one))[0] == together[i]
-        assert torch.equal(token_weights(logits[one], batch.select(one))[0], weights[i])
+        assert torch.equal(token_weights(_shifted(logits[one]), batch.select(one))[0], weights[i])
     order = np.random.default_rng(1).permutation(rows)
     assert sample(logits[order], batch.select(order)).tolist() == together[order].tolist()
     part = order[:7]

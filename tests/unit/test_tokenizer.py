@@ -12,7 +12,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as RustTokenizer
 
-from paged_backend.errors import ModelLoadError
+from paged_backend.errors import InvalidRequestError, ModelLoadError
 from paged_backend.model_source import ModelSource
 from paged_backend.tokenizer import Tokenizer
 
@@ -316,3 +316,16 @@ def test_damaged_tokenizer_json_is_refused(directory):
     (directory / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelLoadError, match=r"tokenizer\.json"):
         _load(directory)
+
+
+def test_ids_that_cannot_be_are_a_typed_error(demo):
+    for wrong in (-1, 2**32):
+        with pytest.raises(InvalidRequestError, match="no token id") as caught:
+            demo.decode([5, wrong])
+        assert caught.value.field == "token_ids"
+    assert demo.decode([5, demo.vocab_size + 7]) == demo.decode([5])
+
+
+def test_added_tokens_are_known_by_their_text(demo):
+    assert demo.added_token(1) == "<|im_start|>"
+    assert demo.added_token(1000) is None
