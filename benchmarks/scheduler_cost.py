@@ -60,7 +60,7 @@ class DecodeLoop:
         for item in self.scheduler.schedule().scheduled:
             for seq_id in item.samples:
                 sequence = self.sequences[seq_id]
-                sequence.token_ids.append(count)
+                sequence.append(count)
                 if sequence.num_tokens >= sequence.request.max_total_tokens:
                     self.scheduler.finish(sequence.request)
                 count += 1

@@ -77,6 +77,8 @@ class EngineConfig:
         swap_space: GiB of host memory for swapped blocks.
         attention_backend: `auto`, `triton` (Triton-lang), `cpu` (numba) or `reference` (plain torch).
         num_threads: threads of a CPU engine, at most 1024; None: as many as the process may use.
+        async_scheduling: plan a step while the one before is computed, and process its results a step later; the
+            results are the same.
         seed: makes requests without a seed reproducible; None: fresh ones each.
         max_waiting_requests: waiting list limit; a request beyond it is refused as overload.
         max_n: most outputs (or beams) of a request; never more than `max_num_seqs`.
@@ -112,6 +114,7 @@ class EngineConfig:
     swap_space: float = 0.0
     attention_backend: str = "auto"
     num_threads: int | None = None
+    async_scheduling: bool = False
     seed: int | None = None
     max_waiting_requests: int = 4096
     max_n: int = 64
@@ -151,7 +154,13 @@ class EngineConfig:
         ):
             _check_int(self, name, low)
         _check_int(self, "num_threads", 1, MAX_THREADS)
-        for name in ("trust_remote_code", "check_integrity", "skip_tokenizer_init", "enable_prefix_caching"):
+        for name in (
+            "trust_remote_code",
+            "check_integrity",
+            "async_scheduling",
+            "skip_tokenizer_init",
+            "enable_prefix_caching",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, f"must be true or false, got {_show(getattr(self, name))}")
         _check_strings(self)

@@ -63,6 +63,9 @@ class Sequence:
 
     Of a request's sequences one computes the shared prompt; the others `fork` from it, that is, begin with its blocks.
     Until then (`is_attached` false) a sequence has no blocks of its own and is not scheduled.
+
+    `num_pending_tokens` counts tokens that planned steps sample and that are not known yet; the next one can be planned
+    all the same.
     """
 
     __slots__ = (
@@ -70,6 +73,7 @@ class Sequence:
         "index",
         "is_attached",
         "num_computed_tokens",
+        "num_pending_tokens",
         "num_prompt_tokens",
         "request",
         "seed",
@@ -85,6 +89,7 @@ class Sequence:
         self.token_ids: list[int] = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
+        self.num_pending_tokens = 0
         self.is_attached = index == 0
         self.finish: FinishReason | None = None
 
@@ -100,8 +105,16 @@ class Sequence:
 
     @property
     def num_missing_tokens(self) -> int:
-        """Known tokens that the KV cache does not hold yet."""
-        return len(self.token_ids) - self.num_computed_tokens
+        """Tokens, known or pending, that the KV cache does not hold yet; a last token never needs to be in it."""
+        pending = self.num_pending_tokens
+        if pending and len(self.token_ids) + pending >= self.request.max_total_tokens:
+            return 0
+        return len(self.token_ids) + pending - self.num_computed_tokens
+
+    def append(self, token_id: int) -> None:
+        """A token has become known, a pending one if there is one."""
+        self.token_ids.append(token_id)
+        self.num_pending_tokens -= self.num_pending_tokens > 0
 
     @property
     def output_token_ids(self) -> list[int]:

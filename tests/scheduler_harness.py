@@ -50,7 +50,7 @@ class Harness:
         result = self.worker.execute(plan)
         for seq_id, token_id in zip(result.seq_ids, result.token_ids, strict=True):
             sequence, limit = self.sequences[seq_id]
-            sequence.token_ids.append(token_id)
+            sequence.append(token_id)
             if sequence.num_tokens >= limit:
                 sequence.finish = FinishReason("length")
                 if sequence.request.live_sequences():

@@ -192,7 +192,7 @@ class Simulation:
                     live.search.report(sequence)
                     searching[live.request.request_id] = live
                     continue
-                sequence.token_ids.append(TOKEN)
+                sequence.append(TOKEN)
                 if len(sequence.token_ids) >= live.end:
                     sequence.finish = FinishReason("length")
                     if live.request.live_sequences():

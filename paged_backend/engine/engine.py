@@ -18,6 +18,7 @@ from paged_backend.engine.beam_search import BeamSearch, Continuation
 from paged_backend.engine.input_processor import InputProcessor
 from paged_backend.engine.output_processor import OutputProcessor
 from paged_backend.engine.outputs import SequenceDelta
+from paged_backend.engine.pipeline import StepPipeline
 from paged_backend.errors import InvalidRequestError
 from paged_backend.kv.block_manager import BlockManager
 from paged_backend.model_source import resolve_model
@@ -55,6 +56,9 @@ class Engine:
         self._sequences: dict[int, Sequence] = {}
         self._searches: dict[str, BeamSearch] = {}
         self._deadlines: list[tuple[float, str]] = []
+        self._steps = StepPipeline(self.worker.execute, 2 if self.config.async_scheduling else 1)
+        # Live requests of which no step can be planned before the last one's results are known.
+        self._num_lockstep = 0
         self._counts = {"steps": 0, "prompt_tokens": 0, "generation_tokens": 0, "requests_finished": 0}
 
     def make_request(
@@ -93,6 +97,7 @@ class Engine:
         self._sequences.update((sequence.seq_id, sequence) for sequence in request.sequences)
         if request.params.use_beam_search:
             self._searches[request.request_id] = BeamSearch(request, self._inputs.stop_token_ids(request.params))
+        self._num_lockstep += _needs_lockstep(request)
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, request.request_id))
         self._outputs.add(request)
@@ -101,10 +106,8 @@ class Engine:
     def step(self) -> list[SequenceDelta]:
         """Compute the next tokens of some requests; returns what each sequence gained."""
         expired = self._expire()
-        plan = self.scheduler.schedule()
-        plan.token_masks = self._outputs.token_masks(plan.scheduled)
-        result = self.worker.execute(plan)
-        deltas = self._process(result)
+        self._plan_steps()
+        deltas = self._process(self._steps.take())
         if self.config.check_integrity:
             self.scheduler.check_integrity()
         return expired + deltas
@@ -169,24 +172,38 @@ class Engine:
         for request_id in self.live_request_ids():
             self.abort_request(request_id)
         self._inputs.close()
+        self._steps.close()
         self.worker.close()
 
     # --- parts of a step ---
+
+    def _plan_steps(self) -> None:
+        """Plan as many steps as may be under way; one that depends on a token not known yet waits for it."""
+        depth = 1 if self._num_lockstep else self._steps.depth
+        while len(self._steps) < depth:
+            plan = self.scheduler.schedule()
+            plan.token_masks = self._outputs.token_masks(plan.scheduled)
+            self._steps.submit(plan)
 
     def _process(self, result: WorkerOutput) -> list[SequenceDelta]:
         """Append the sampled tokens, advance beam searches, and retire the requests that end."""
         self._counts["steps"] += 1
         deltas = []
         for seq_id, (start, found) in result.prompt_logprobs.items():
-            self._outputs.add_prompt_logprobs(self._sequences[seq_id].request, start, found)
+            if seq_id in self._sequences:
+                self._outputs.add_prompt_logprobs(self._sequences[seq_id].request, start, found)
         for seq_id, token_id in zip(result.seq_ids, result.token_ids, strict=True):
-            sequence = self._sequences[seq_id]
+            sequence = self._sequences.get(seq_id)
+            if sequence is None or sequence.finish is not None:
+                continue  # it ended while this step was under way
             self._count_tokens(sequence)
             delta = self._outputs.append(sequence, token_id, result.logprobs.get(seq_id))
             deltas.append(delta)
             self._let_go(sequence, delta)
         for seq_id in result.stuck:
-            sequence = self._sequences[seq_id]
+            sequence = self._sequences.get(seq_id)
+            if sequence is None or sequence.finish is not None:
+                continue
             deltas.append(self._outputs.end_stuck(sequence))
             self._let_go(sequence, deltas[-1])
         if self._searches:
@@ -284,7 +301,13 @@ class Engine:
             del self._sequences[sequence.seq_id]
         self._searches.pop(request.request_id, None)
         del self._requests[request.request_id]
+        self._num_lockstep -= _needs_lockstep(request)
         self._counts["requests_finished"] += 1
+
+
+def _needs_lockstep(request: Request) -> bool:
+    """Beams are chosen, and masks of a form computed, from the tokens before; rules may leave no next token at all."""
+    return request.params.use_beam_search or request.grammar is not None or request.rules is not None
 
 
 def _policy(config: EngineConfig, worker: Worker) -> SchedulerPolicy:

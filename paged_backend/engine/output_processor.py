@@ -77,7 +77,7 @@ class OutputProcessor:
     def append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> SequenceDelta:
         """Add a sampled token; sets `sequence.finish` if it ends the sequence, and returns the delta."""
         request = sequence.request
-        sequence.token_ids.append(token_id)
+        sequence.append(token_id)
         if request.first_token_time is None:
             request.first_token_time = time.monotonic()
         sequence.finish = self._finish_by_token(sequence, token_id) or self._finish_by_form(sequence, token_id)

@@ -50,7 +50,8 @@ class PrefixCache:
         """
         if not self._enabled:
             return
-        full = sequence.num_computed_tokens // self._blocks.block_size
+        # A token that is still to be sampled can be planned, but what it is cannot be hashed.
+        full = min(sequence.num_computed_tokens, sequence.num_tokens) // self._blocks.block_size
         entry = self._entry(sequence)
         if full > entry.num_registered:
             hashes = entry.chain.upto(sequence.token_ids, full * self._blocks.block_size)

@@ -156,8 +156,9 @@ class Scheduler:
             if may_be_simple and len(request.sequences) == 1 and self._budget(plan) > 0:
                 sequence = request.sequences[0]
                 seq_id, start = sequence.seq_id, sequence.num_computed_tokens
-                if len(sequence.token_ids) - start == 1 and start % block_size and seq_id in rows:
+                if sequence.num_missing_tokens == 1 and start % block_size and seq_id in rows:
                     sequence.num_computed_tokens = start + 1
+                    sequence.num_pending_tokens += 1
                     if (start + 1) % block_size == 0:
                         self.prefix_cache.register(sequence)
                     plan.scheduled.append(ScheduledSequence(seq_id, start, 1, (seq_id,)))
@@ -312,6 +313,7 @@ class Scheduler:
             samples: tuple[int, ...] = ()
             if sequence.num_missing_tokens == 0:
                 samples = (seq_id, *self._fork_first_time(sequence, plan))
+                self._expect_token(sequence)
             plan.scheduled.append(ScheduledSequence(seq_id, start, count, samples))
             plan.num_scheduled_tokens += count
 
@@ -353,7 +355,14 @@ class Scheduler:
         for child in children:
             self.fork(leader, child)
             self._plan_new_row(child, plan)
+            self._expect_token(child)
         return [child.seq_id for child in children]
+
+    @staticmethod
+    def _expect_token(sequence: Sequence) -> None:
+        # A beam samples nothing: its search decides what continues it.
+        if not sequence.request.params.use_beam_search:
+            sequence.num_pending_tokens += 1
 
     def _attach_siblings(self, request: Request) -> None:
         """After a recompute preemption: once the leader has computed the prompt, its siblings share it again."""

@@ -43,6 +43,8 @@ SCHEDULES = {
     "a step of 64": ({"max_num_batched_tokens": 64}, []),
     "recomputed": ({**SMALL, "enable_prefix_caching": False}, ["recomputations"]),
     "recomputed from cache": ({**SMALL}, ["recomputations"]),
+    "overlapped": ({"async_scheduling": True}, []),
+    "overlapped and recomputed": ({**SMALL, "async_scheduling": True}, ["recomputations"]),
     "swapped": ({**SMALL, "preemption_mode": "swap", "swap_space": 0.1}, ["swaps_out", "swaps_in"]),
 }
 
