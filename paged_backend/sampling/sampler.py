@@ -85,7 +85,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> np.ndarray:
     drawn = np.flatnonzero(~batch.greedy)
     for rows in _slices(drawn, batch, logits):
         index = torch.from_numpy(rows).to(logits.device)
-        shifted = take_rows(logits, index) - take_rows(best, index)[:, None]
+        shifted = torch.sub(_rows_between(logits, rows, index), take_rows(best, index)[:, None])
         tokens[index] = _draw(shifted, batch.select(rows))
     # Checked last so that a GPU is waited for once; NaN reaches `best` from anywhere in its row.
     broken = np.flatnonzero(~np.isfinite(best.cpu().numpy()))
@@ -116,6 +116,12 @@ def _slices(drawn: np.ndarray, batch: SamplingBatch, logits: torch.Tensor) -> It
     for group in (drawn[is_small], drawn[~is_small]):
         for start in range(0, len(group), size):
             yield group[start : start + size]
+
+
+def _rows_between(logits: torch.Tensor, rows: np.ndarray, index: torch.Tensor) -> torch.Tensor:
+    """The rows, without a copy if they lie side by side."""
+    first, last = int(rows[0]), int(rows[-1])
+    return logits[first : last + 1] if last - first + 1 == len(rows) else logits[index]
 
 
 def _draw(shifted: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
@@ -173,11 +179,11 @@ def token_weights(scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         batch: the rows' parameters.
     """
     # Relative to the most likely token: the same whichever tokens are missing, as probabilities would not be.
-    ratios = scaled.exp()
     # A power of two scales a float32 exactly; only the cut to an integer rounds.
-    weights = (ratios * _UNIT).long()
+    ratios = scaled.exp().mul_(_UNIT)
+    weights = ratios.long()
     if batch.min_p.any():
-        weights.masked_fill_(ratios < _column(batch.min_p, weights.device), 0)
+        weights.masked_fill_(ratios < _column(batch.min_p, weights.device) * _UNIT, 0)
     return _top_p(_top_k(weights, scaled, batch), batch)
 
 
@@ -226,8 +232,14 @@ def _with_rows(tensor: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) ->
 def _edge(weights: torch.Tensor, needed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the heaviest tokens reach the weight `needed` [R, 1]: the weight of the last one taken and how many are
     taken, both [R, 1]. Looks at few candidates first, and at all weights only for the rows that fall short."""
-    heaviest = weights.topk(min(_FIRST_CANDIDATES, weights.shape[-1]), dim=-1).values
-    lightest, taken, reached = _last_of(heaviest, needed)
+    count = min(_FIRST_CANDIDATES, weights.shape[-1])
+    candidates = weights
+    if weights.shape[-1] % _BLOCK == 0 and count <= _MOST_BLOCKS * weights.shape[-1] / _BLOCK:
+        # The values alone matter here, not whose they are: as many blocks as candidates hold them all.
+        in_blocks = weights.view(len(weights), -1, _BLOCK)
+        blocks = in_blocks.amax(dim=-1).topk(count, dim=-1, sorted=False).indices
+        candidates = in_blocks.gather(1, blocks[:, :, None].expand(-1, -1, _BLOCK)).view(len(weights), -1)
+    lightest, taken, reached = _last_of(candidates.topk(count, dim=-1).values, needed)
     if weights.shape[-1] > _FIRST_CANDIDATES and not reached.all():
         pending = torch.arange(len(weights), device=weights.device)[~reached]
         lightest[pending], taken[pending] = _edge_by_size(take_rows(weights, pending), take_rows(needed, pending))

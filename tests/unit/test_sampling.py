@@ -150,13 +150,13 @@ def test_tiny_temperatures_equal_greedy_whatever_the_model_computes_in(dtype, te
         assert (best[:, 0] == best[:, 1]).any(), "no ties: the test would show nothing"
 
 
-@pytest.mark.parametrize("vocabulary", [64, 640, 9999, 16384])
+@pytest.mark.parametrize("vocabulary", [64, 2048, 9999])
 @pytest.mark.parametrize("scale", [0.0, 0.2, 3.0])
-@pytest.mark.parametrize("k", [1, 2, 9, 40, 200])
+@pytest.mark.parametrize("k", [1, 7, 30])
 def test_looking_at_the_best_blocks_changes_nothing(vocabulary, scale, k, monkeypatch):
     """Draws are those of the whole vocabulary, ties at the k-th place included (rounded logits have many)."""
-    logits = (_random_logits(150, vocabulary, scale) * 8).round() / 8
-    batch = _batch(150, top_k=k, temperature=3.0)
+    logits = (_random_logits(40, vocabulary, scale) * 8).round() / 8
+    batch = _batch(40, top_k=k, temperature=3.0)
     batch.top_k[::2] = max(1, k // 2)
     batch.top_p[::3] = 0.8
     found = sample(logits, batch)

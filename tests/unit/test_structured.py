@@ -52,6 +52,15 @@ def test_masks_follow_the_form(compiler, tokenizer):
     assert state.error is None
 
 
+def test_any_object(compiler, tokenizer):
+    state = compiler.compile(StructuredOutputs(json_object=True, disable_any_whitespace=True)).start()
+    assert _allowed(state.mask()) == set(tokenizer.encode("{", add_special_tokens=False))
+    for token_id in tokenizer.encode('{"a":[1,null,{"b":"é"}]}', add_special_tokens=False):
+        assert token_id in _allowed(state.mask())
+        state.accept(token_id)
+    assert state.is_complete
+
+
 def test_a_token_that_leaves_the_form(compiler):
     state = compiler.compile(StructuredOutputs(choice=["abc"])).start()
     state.accept(100)

@@ -10,6 +10,7 @@ from paged_backend.config import EngineConfig, ModelShape, kv_block_bytes
 from paged_backend.errors import ConfigError
 from paged_backend.sampling_params import SamplingParams
 from paged_backend.sched.output import NewSequence, ScheduledSequence
+from paged_backend.token_rules import TokenRules
 from paged_backend.worker.device import resolve_dtype
 from paged_backend.worker.input_batch import InputBatch
 from paged_backend.worker.kv_cache import allocate_kv_cache, available_memory, cpu_budget, cuda_budget, fit_num_blocks
@@ -142,3 +143,21 @@ def test_available_memory_is_plausible():
 def test_explicit_type_wins():
     assert resolve_dtype("float32", torch.device("cpu")) == "float32"
     assert resolve_dtype("auto", torch.device("cpu")) in ("float32", "bfloat16")
+
+
+def test_rows_without_rules_pay_nothing():
+    """No rules, no constraints; and of a batch in which one row has some, the others are not in them."""
+    rows = InputBatch(4)
+    for seq_id in (1, 2, 3):
+        _add(rows, seq_id, 3, [seq_id])
+    every = np.array([rows.row(seq_id) for seq_id in (1, 2, 3)])
+    assert rows.constraints(every, [1, 2, 3], {}, 160) is None
+    ruled = NewSequence(4, [5, 6], 2, [4], GREEDY, 0, rules=TokenRules(bad_words=((7,),)), num_prompt_logprobs=1)
+    rows.add(ruled)
+    assert rows.constraints(every, [1, 2, 3], {}, 160) is None
+    found = rows.constraints(np.append(every, rows.row(4)), [1, 2, 3, 4], {2: bytes([255] * 20)}, 160)
+    assert (found.masked_rows.tolist(), found.banned_rows.tolist(), found.biased_rows.tolist()) == ([1], [3], [])
+    assert rows.num_prompt_reporting == 1
+    rows.remove(4)
+    assert rows.num_prompt_reporting == 0
+    assert rows.constraints(every, [1, 2, 3], {}, 160) is None
