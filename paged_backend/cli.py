@@ -1,6 +1,7 @@
 """The `paged-backend` command: parses arguments, prints errors in one line, leaves the work to others.
 
-Exit codes: 0 after a clean stop, 2 for a mistake in arguments or environment and for a server that cannot run.
+Exit codes: 0 after a clean stop, 1 after one that cut off requests, 2 for a mistake in arguments or environment and for
+a server that cannot run.
 """
 
 from __future__ import annotations
@@ -76,6 +77,13 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
             metavar="PORT",
             help="default: %(default)s; 0 picks a free one",
         )
+    parser.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=ServeOptions.drain_seconds,
+        metavar="S",
+        help="how long requests in flight may go on after Ctrl-C or SIGTERM (default: %(default)s)",
+    )
     parser.add_argument("--verbose", action="store_true", help="pass the server's whole log on")
     parser.add_argument(
         "server_arguments",
@@ -95,6 +103,7 @@ def _serve(parsed: argparse.Namespace) -> int:
             grpc_port=parsed.grpc_port,
             metrics_port=parsed.metrics_port,
             model=parsed.model,
+            drain_seconds=parsed.drain_seconds,
             verbose=parsed.verbose,
             server_arguments=tuple(parsed.server_arguments),
         )

@@ -19,7 +19,9 @@ from pathlib import Path
 from paged_backend.server.errors import LaunchError
 from paged_backend.server.locate import ServerInstall, libpython_soname
 
+# Read by triton_adapter/settings.py in the stubs.
 MODEL_VARIABLE = "PAGED_BACKEND_MODEL"
+DRAIN_VARIABLE = "PAGED_BACKEND_DRAIN_SECONDS"
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,17 @@ class ServerEnvironment:
 
 
 def prepare(
-    install: ServerInstall, scratch: Path, model: Path | None, base: Mapping[str, str] = os.environ
+    install: ServerInstall,
+    scratch: Path,
+    model: Path | None,
+    drain_seconds: float | None = None,
+    base: Mapping[str, str] = os.environ,
 ) -> ServerEnvironment:
     """Make `install` startable; files go to `scratch`, a directory the caller removes later.
 
     Args:
         model: what the served models load instead of their configured model; absolute.
+        drain_seconds: how long an engine model lets its requests go on once the server stops; None: its default.
 
     Raises:
         LaunchError: no usable libpython, or a numpy the bundled stub cannot work with.
@@ -49,6 +56,8 @@ def prepare(
         variables["VIRTUAL_ENV"] = sys.prefix
     if model is not None:
         variables[MODEL_VARIABLE] = str(model)
+    if drain_seconds is not None:
+        variables[DRAIN_VARIABLE] = f"{drain_seconds:g}"
     if install.libraries is None:
         return ServerEnvironment(install.python_backend.parent, variables)
     _require_numpy_1()

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
+import time
 from typing import Any
 
 from paged_backend.config import EngineConfig
@@ -23,14 +25,14 @@ from paged_backend.triton_adapter.parse import is_stop, parse_request, stop_opti
 from paged_backend.triton_adapter.pb import pb_utils, printable
 from paged_backend.triton_adapter.response import Chunk, build_response
 from paged_backend.triton_adapter.sender import ResponseStream, SenderThread, send_error
-from paged_backend.triton_adapter.settings import engine_arguments, own_version_dir
+from paged_backend.triton_adapter.settings import drain_seconds, engine_arguments, own_version_dir
 from paged_backend.triton_adapter.tensors import LLM_INPUTS, LLM_OUTPUTS, declare
+from paged_backend.triton_adapter.termination import TerminationListener
 from paged_backend.triton_adapter.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
-# The server itself waits for requests in flight before it finalizes a model, so few are ever left.
-_DRAIN_S = 10.0
+_LAST_REFUSALS_S = 0.2
 
 
 class LLMModel:
@@ -76,11 +78,17 @@ class LLMModel:
                 logger.exception("taking in a request failed")
                 self._refuse(sender, PagedBackendError(f"taking in the request failed: {error!r}"))
 
+    def is_ready(self) -> bool:
+        """Asked by servers that know this method (2026 on) before they call the model ready."""
+        return self._engine_thread.is_alive
+
     def finalize(self) -> None:
         """Answer every live request, then stop the threads and free the model."""
         # In this order: no aborts once the engine is gone; every stream ends before the sender does.
+        self._termination.remove()
         self._watcher.stop()
-        self._engine_thread.shutdown(_DRAIN_S)
+        # The server itself waits for requests in flight before it finalizes a model, so few are ever left.
+        self._engine_thread.shutdown(self._drain_s)
         self._sender.stop()
         self._gauges.close()
         logger.info("model unloaded")
@@ -96,17 +104,39 @@ class LLMModel:
         self._live: dict[str, ResponseStream] = {}
         # Guards `_live`: added to by the main thread, removed from by the sender thread, read by the watcher.
         self._live_lock = threading.Lock()
+        self._drain_s = drain_seconds()
         self._engine = Engine(config)
-        self._engine_thread = EngineThread(self._engine)
+        self._engine_thread = EngineThread(self._engine, self._die)
         self._sender = SenderThread()
         self._gauges = Gauges(args["model_name"], args["model_version"])
-        self._watcher = Watcher(
-            self._streams, self._engine_thread.abort, lambda: self._gauges.publish(self._engine_thread.stats())
-        )
+        self._watcher = Watcher(self._streams, self._engine_thread.abort, self._publish)
         self._engine_thread.start()
         self._sender.start()
         self._watcher.start()
+        self._termination = TerminationListener(self._terminate)
+        self._termination.install()
         logger.info("serving %s", self._engine.config)
+
+    def _die(self) -> None:
+        """The engine has failed: end the process once every client has its error.
+
+        The server of a dead process refuses requests at once, and a launcher or a probe sees that it is gone; a living
+        process without an engine would look healthy for ever.
+        """
+        self._sender.stop()
+        # Requests being taken in at this moment still get their refusal.
+        time.sleep(_LAST_REFUSALS_S)
+        logger.error("the engine failed, so the model's process ends: start the server again")
+        os._exit(1)
+
+    def _publish(self) -> None:
+        # Counted here, not by the engine: a request is in flight until its last response is out.
+        self._gauges.publish({**self._engine_thread.stats(), "requests_in_flight": len(self._live)})
+
+    def _terminate(self) -> None:
+        """The server is going down: live requests get what `drain_seconds` allows, new ones are refused."""
+        logger.info("the server stops: requests in flight may go on for %g s", self._drain_s)
+        self._engine_thread.drain(self._drain_s)
 
     def _accept(self, request: Any, sender: Any) -> None:
         client_id = request.request_id()

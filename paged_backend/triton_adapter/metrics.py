@@ -34,6 +34,8 @@ class Gauges:
             self._metrics["requests_running"] = running.Metric(labels=labels)
             waiting = self._family("vllm:num_requests_waiting", "Requests waiting to be scheduled.")
             self._metrics["requests_waiting"] = waiting.Metric(labels=labels)
+            in_flight = self._family("paged_requests_in_flight", "Requests taken in and not fully answered yet.")
+            self._metrics["requests_in_flight"] = in_flight.Metric(labels=labels)
             blocks = self._family("paged_kv_blocks", "KV cache blocks by state.")
             for state in _BLOCK_STATES:
                 self._metrics[f"blocks_{state}"] = blocks.Metric(labels={**labels, "state": state})

@@ -19,6 +19,9 @@ from paged_backend.tokenizer import Tokenizer
 
 # Set by `paged-backend serve --model`.
 MODEL_VARIABLE = "PAGED_BACKEND_MODEL"
+# Set by `paged-backend serve --drain-seconds`.
+DRAIN_VARIABLE = "PAGED_BACKEND_DRAIN_SECONDS"
+_DRAIN_S = 5.0
 _FILE = "model.json"
 
 
@@ -43,6 +46,25 @@ def engine_arguments(version_dir: Path, environ: Mapping[str, str] = os.environ)
         values.pop("tokenizer", None)
         values["model"] = override
     return values
+
+
+def drain_seconds(environ: Mapping[str, str] = os.environ) -> float:
+    """How long live requests may go on once the server stops or the model is unloaded.
+
+    Raises:
+        ConfigError: the environment's value is no number of seconds.
+    """
+    text = environ.get(DRAIN_VARIABLE)
+    if not text:
+        return _DRAIN_S
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds <= 86400.0:
+        message = f"the environment variable {DRAIN_VARIABLE} must be a number of seconds from 0 to 86400, got {text!r}"
+        raise ConfigError(message, field=DRAIN_VARIABLE)
+    return seconds
 
 
 def own_version_dir(args: Mapping[str, str]) -> Path:

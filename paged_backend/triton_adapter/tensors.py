@@ -63,7 +63,8 @@ LLM_OUTPUTS = (
     TensorSpec("text_window_spans", "TYPE_INT32", [-1, 4]),
     TensorSpec("text_prefix", "TYPE_STRING", [1]),
 )
-TOKENIZER_INPUTS = (TensorSpec("text_input", "TYPE_STRING", [1]), _flag("stop"))
+# Optional, so that the step runs, and refuses, a request without a prompt: else the ensemble ends without a word.
+TOKENIZER_INPUTS = (TensorSpec("text_input", "TYPE_STRING", [1], optional=True), _flag("stop"))
 TOKENIZER_OUTPUTS = (TensorSpec("input_ids", "TYPE_INT32", [-1]),)
 DETOKENIZER_INPUTS = (
     TensorSpec("text_window_ids", "TYPE_INT32", [-1]),

@@ -216,7 +216,7 @@ def test_shutdown_lets_live_requests_finish(config):
     client = _submit(thread, "a")
     thread.shutdown(30)
     assert client.result()[1].finish_reason == "length"
-    with pytest.raises(EngineDeadError):
+    with pytest.raises(OverloadedError, match="shutting down"):
         _submit(thread, "b")
 
 
