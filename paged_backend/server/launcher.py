@@ -177,16 +177,18 @@ def _wait_until_ready(
 def _supervise(server: process.ServerProcess, log: ServerLog, stubs: StubWatch, stop: StopRequests) -> None:
     """Wait for a stop request, passing on what the server complains about."""
     log.started(_say)
-    while not stop.wait(_POLL_SECONDS):
-        if server.exit_code is not None:
-            log.join(2.0)
-            raise LaunchError(f"the server {_ending(server.exit_code)}", log.explain())
+    while True:
+        # The server goes on without noticing: its clients would wait for ever for what the model owes them.
         for stub in stubs.poll():
-            # The server goes on without noticing: its clients would wait for ever for what the model owes them.
             raise LaunchError(
                 f"the process of model {stub.model!r} {stub.ending}; ended the server, so that no client waits for it",
                 log.explain(),
             )
+        if stop.wait(_POLL_SECONDS):
+            return
+        if server.exit_code is not None:
+            log.join(2.0)
+            raise LaunchError(f"the server {_ending(server.exit_code)}", log.explain())
 
 
 def _drain(stubs: StubWatch, endpoints: ports.Endpoints, stop: StopRequests, options: ServeOptions) -> bool:
