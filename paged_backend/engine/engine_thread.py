@@ -41,7 +41,7 @@ class EngineThread:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sinks: dict[str, Sink] = {}
         # Guards `_accepting` and `_num_live`, which submitters read; the rest belongs to the engine thread.
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._accepting = True
         self._num_live = 0
         self._stop_at: float | None = None
@@ -62,8 +62,13 @@ class EngineThread:
         """Start the loop."""
         self._thread.start()
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    def submit(self, request: Request, sink: Sink, *, wait: bool = False) -> None:
         """Hand a request to the engine.
+
+        Args:
+            request: as `Engine.make_request` made it.
+            sink: takes its deltas, or its error.
+            wait: with a full waiting list, block until there is room rather than refuse.
 
         Raises:
             OverloadedError: the waiting list is full, or the server is shutting down.
@@ -73,6 +78,8 @@ class EngineThread:
         assert config.max_num_seqs is not None
         limit = config.max_num_seqs + config.max_waiting_requests
         with self._lock:
+            while wait and self._accepting and self._num_live >= limit:
+                self._lock.wait()
             if not self._accepting:
                 raise self._refusal(request.request_id)
             if self._num_live >= limit:
@@ -94,6 +101,7 @@ class EngineThread:
         and the loop with them; returns at once. Of several calls the earliest end holds."""
         with self._lock:
             self._accepting = False
+            self._lock.notify_all()
         deadline = time.monotonic() + timeout_s
         self._commands.put(lambda: self._set_stop(deadline))
 
@@ -183,3 +191,4 @@ class EngineThread:
     def _count_ended(self, count: int) -> None:
         with self._lock:
             self._num_live -= count
+            self._lock.notify_all()

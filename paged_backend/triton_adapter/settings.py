@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,60 @@ _DRAIN_S = 5.0
 _FILE = "model.json"
 
 
+@dataclass(frozen=True)
+class ServingSettings:
+    """What `model.json` says of serving rather than of the engine.
+
+    Args:
+        stream_interval: tokens that a stream gathers for each response after its first; more is less work per token.
+        when_full: what happens to a request when `max_waiting_requests` wait: `refuse` it (UNAVAILABLE), or `block`
+            until there is room, so that it and those behind it wait in the server, under the model's queue policy.
+
+    Raises:
+        ConfigError: a value is out of bounds; `field` names it.
+    """
+
+    stream_interval: int = 1
+    when_full: str = "refuse"
+
+    def __post_init__(self) -> None:
+        interval = self.stream_interval
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+            message = f"`stream_interval` must be an integer of at least 1, got {interval!r}"
+            raise ConfigError(message, field="stream_interval")
+        if self.when_full not in ("refuse", "block"):
+            raise ConfigError(f"`when_full` must be refuse or block, got {self.when_full!r}", field="when_full")
+
+
+_SERVING_KEYS = frozenset(field.name for field in fields(ServingSettings))
+
+
+def serving_settings(version_dir: Path) -> ServingSettings:
+    """How the model in `version_dir` is served.
+
+    Raises:
+        ConfigError: the file is missing or is not a JSON object, or a value is out of bounds.
+    """
+    values = _read(version_dir / _FILE)
+    return ServingSettings(**{key: value for key, value in values.items() if key in _SERVING_KEYS})
+
+
 def engine_arguments(version_dir: Path, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """The engine arguments of the model in `version_dir`, with the environment's model if it names one.
 
     Raises:
         ConfigError: the file is missing or is not a JSON object.
     """
-    path = version_dir / _FILE
+    values = {key: value for key, value in _read(version_dir / _FILE).items() if key not in _SERVING_KEYS}
+    override = environ.get(MODEL_VARIABLE)
+    if override:
+        # A tokenizer named in the file belongs to the file's model.
+        values.pop("tokenizer", None)
+        values["model"] = override
+    return values
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -40,11 +88,6 @@ def engine_arguments(version_dir: Path, environ: Mapping[str, str] = os.environ)
         raise ConfigError(f"{path} is not valid JSON: {error}", field="model") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a JSON object of engine arguments", field="model")
-    override = environ.get(MODEL_VARIABLE)
-    if override:
-        # A tokenizer named in the file belongs to the file's model.
-        values.pop("tokenizer", None)
-        values["model"] = override
     return values
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from paged_backend.engine.outputs import SequenceDelta, TextSpan
 from paged_backend.errors import EngineDeadError, InvalidRequestError, OverloadedError, UnsupportedError
+from paged_backend.request import Request
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.triton_adapter.parse import ResponseOptions
 from paged_backend.triton_adapter.pb import triton_error
 from paged_backend.triton_adapter.sender import ResponseStream, SenderThread
@@ -75,16 +77,16 @@ class Sender:
         return [r.tensors["text_output"][0].decode() for r in self.sent if r.error is None]
 
 
-def make_stream(sender, outputs=TEXT, stream=True, prefix="", schedule=lambda stream: None):
+def make_stream(sender, outputs=TEXT, stream=True, prefix="", schedule=lambda stream: None, interval=1):
     closed = []
     result = ResponseStream(
-        "1:",
+        Request("1:", [1, 2, 3, 4, 5], SamplingParams(), seed=0, max_total_tokens=10),
         "",
         sender,
         ResponseOptions(stream, frozenset(outputs), prefix),
-        5,
         schedule=schedule,
         on_close=closed.append,
+        interval=interval,
     )
     return result, closed
 
@@ -119,6 +121,51 @@ def test_pieces_that_pile_up_are_merged():
     stream.flush()
     assert sender.texts == ["abc", "d"]
     assert len(scheduled) == 2
+
+
+def test_a_stream_interval_gathers_tokens_after_the_first():
+    sender = Sender()
+    stream, _ = make_stream(sender, interval=3)
+    for letter in "abcdefg":
+        stream.sink(delta(letter))
+        stream.flush()
+    assert sender.texts == ["a", "bcd", "efg"]
+    stream.sink(delta("h"))
+    stream.flush()
+    stream.sink(delta("i", finish="length", last=True))
+    stream.flush()
+    assert sender.texts == ["a", "bcd", "efg", "hi"]
+    assert sender.finals == 1
+
+
+@pytest.mark.parametrize(("events", "reason", "tokens"), [
+    ([delta("a"), delta("b", finish="stop", last=True)], "stop", 2),
+    ([delta("a"), delta("", ids=(), finish="abort", last=True)], "abort", 1),
+    ([delta("", ids=(), finish="timeout", last=True)], "timeout", 0),
+    ([delta("a"), EngineDeadError("x")], "error", 1),
+])  # fmt: skip
+def test_what_became_of_a_request_is_recorded(events, reason, tokens):
+    stream, _ = make_stream(Sender())
+    for event in events:
+        stream.sink(event)
+    stream.flush()
+    record = stream.record()
+    assert (record.finish_reason, record.prompt_tokens, record.generation_tokens) == (reason, 5, tokens)
+    assert (record.first_token_s is None) == (tokens == 0)
+    assert (record.per_token_s is None) == (tokens < 2)
+    assert record.first_token_s is None or 0 <= record.first_token_s <= record.total_s < 5
+
+
+def test_a_passed_timeout_is_an_error():
+    sender = Sender()
+    stream, _ = make_stream(sender)
+    stream.sink(delta("a"))
+    stream.flush()
+    stream.sink(delta("", ids=(), finish="timeout", last=True))
+    stream.flush()
+    assert sender.texts == ["a"]
+    assert [r.error.code for r in sender.sent if r.error] == ["UNAVAILABLE"]
+    assert sender.finals == 1
 
 
 def test_steps_without_text_wait_and_lose_no_tokens():
@@ -298,7 +345,8 @@ def test_merged_windows_decode_to_the_merged_text(skip):
     outputs = {"text_window_ids", "text_window_spans", "text_prefix"}
     sender = Sender()
     options = ResponseOptions(False, frozenset(outputs), "Q: ", skip)
-    stream = ResponseStream("1:", "", sender, options, 1, schedule=lambda s: None, on_close=lambda s: None)
+    request = Request("1:", [1], SamplingParams(), seed=0, max_total_tokens=10)
+    stream = ResponseStream(request, "", sender, options, schedule=lambda s: None, on_close=lambda s: None)
     stream.sink(delta("ab", span=TextSpan([ord("a"), ord("b")], 0, 2)))
     stream.sink(delta(""))
     stream.sink(delta("c", span=TextSpan([ord("b"), ord("c"), ord("d")], 1, 2)))
