@@ -208,7 +208,14 @@ def _input(name: str, value: Any) -> grpc.InferInput:
         value = np.array([value])
     elif isinstance(value, list):
         value = np.array(value, dtype=np.int32)
-    types = {"object": "BYTES", "bool": "BOOL", "int32": "INT32", "int64": "INT64", "float32": "FP32"}
+    types = {
+        "object": "BYTES",
+        "bool": "BOOL",
+        "int32": "INT32",
+        "int64": "INT64",
+        "uint64": "UINT64",
+        "float32": "FP32",
+    }
     tensor = grpc.InferInput(name, list(value.shape), types[str(value.dtype)])
     tensor.set_data_from_numpy(value)
     return tensor
