@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import shutil
 import sys
 import sysconfig
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paged_backend.server.errors import LaunchError
+from paged_backend.server.install import install_backend
 from paged_backend.server.locate import ServerInstall, libpython_soname
 
 # Read by triton_adapter/settings.py in the stubs.
@@ -60,7 +62,7 @@ def prepare(
         variables[DRAIN_VARIABLE] = f"{drain_seconds:g}"
     if install.libraries is None:
         return ServerEnvironment(install.python_backend.parent, variables)
-    _require_numpy_1()
+    require_numpy_1()
     libpython = find_libpython(install)
     variables["LD_LIBRARY_PATH"] = _join(install.libraries, libpython.parent, base.get("LD_LIBRARY_PATH"))
     return ServerEnvironment(_link_backend(install, scratch), variables)
@@ -120,12 +122,19 @@ def _link_backend(install: ServerInstall, scratch: Path) -> Path:
         source = install.python_backend / name
         if not source.is_file():
             raise LaunchError(f"{source} is missing: reinstall nvidia-pytriton")
-        (python / name).symlink_to(source)
+        # A copy: for backends written in Python the server refuses a library that a link leads out of the directory.
+        shutil.copy(source, python / name)
     (python / install.stub.name).symlink_to(install.stub)
+    install_backend(python.parent)
     return python.parent
 
 
-def _require_numpy_1() -> None:
+def require_numpy_1() -> None:
+    """Check that the installed numpy is one the bundled server's stub works with.
+
+    Raises:
+        LaunchError: it is not, or there is none.
+    """
     try:
         version = importlib.metadata.version("numpy")
     except importlib.metadata.PackageNotFoundError:
