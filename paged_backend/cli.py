@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paged_backend.bench import add_bench
+from paged_backend.doctor.arguments import add_arguments_page
 from paged_backend.doctor.command import add_doctor
 from paged_backend.errors import PagedBackendError
 from paged_backend.model_source import DEMO_MODEL
@@ -60,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_install(commands)
     _add_top(commands)
     add_doctor(commands)
+    add_arguments_page(commands)
     add_bench(commands)
     return parser
 

@@ -39,7 +39,7 @@ def server(tmp_path_factory: Any, tiny_llama: Path) -> Iterator[Launched]:
     model = tmp_path_factory.mktemp("soak") / "models" / "paged_llm"
     shutil.copytree(ROOT / "model_repository" / "paged_llm", model, ignore=shutil.ignore_patterns("__pycache__"))
     arguments = {"model": str(tiny_llama), "skip_tokenizer_init": True, "num_kv_blocks": BLOCKS, "max_num_seqs": 64}
-    (model / "1" / "model.json").write_text(json.dumps({**arguments, "num_threads": 1}))
+    (model / "1" / "model.json").write_text(json.dumps({**arguments, "num_threads": 1, "dtype": "float32"}))
     launched = Launched(model.parent.parent / "log", f"--model-repository={model.parent}")
     try:
         yield launched.wait_ready(timeout=120.0)

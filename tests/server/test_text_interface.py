@@ -214,6 +214,6 @@ def test_beams_by_tensorrt_llms_name(served):
 
 
 def test_fractions_over_http(served):
-    """As tensors, which HTTP's generate makes of them: as parameters this server refuses fractions."""
+    """Where a field has the name of a tensor it becomes one."""
     body = {"text_input": "Once", "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "seed": 1, "stop_words": ["x"]}
     assert post(served.http_url, "paged_llm", "generate", body)[0] == 200

@@ -94,6 +94,11 @@ def test_this_machine():
     assert all(finding.verdict is not Verdict.FAILURE for finding in found), found
 
 
+def test_the_readmes_doctor(capsys, demo_model):
+    assert cli.main(["doctor", "--model-repository", str(ROOT / "model_repository")]) == 0
+    assert "the tokenizer loads" in capsys.readouterr().out
+
+
 def test_a_check_that_raises_fails_and_the_others_run():
     def refuse():
         raise ConfigError("change this")
