@@ -22,14 +22,18 @@ import pytest
 from server.client import GREEDY, ROOT, Call, wait_for
 from server.conftest import Launched
 
+from paged_backend.monitor.samples import scrape
+from paged_backend.triton_adapter.metric_names import COUNTERS
+
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
 SOAK = bool(os.environ.get("PAGED_BACKEND_SOAK"))
 STREAMS, SECONDS, SHORT_STREAMS = (256, 60.0, 5000) if SOAK else (32, 6.0, 300)
-BLOCKS = 512
+BLOCKS = 512 if SOAK else 128
 PROMPTS = [[1, 5 + i, 7, *range(20, 20 + 3 * i)] for i in range(8)]
 TOKENS = 200
 SHM_LIMIT = 64 * 1024**2
+REASONS = ("stop", "length", "abort", "timeout", "error")
 WAYS = ("whole", "whole", "short", "cancel", "disconnect", "deadline")
 
 
@@ -105,6 +109,35 @@ def _usage(server: Launched) -> dict[str, float]:
     }
 
 
+class _Counters(threading.Thread):
+    """Looks at the server's counters while it lives: none may ever fall."""
+
+    def __init__(self, server: Launched) -> None:
+        super().__init__()
+        self._url = server.metrics_url
+        self._done = threading.Event()
+        self.last = scrape(self._url)
+        self.fallen: list[str] = []
+
+    def run(self) -> None:
+        while not self._done.wait(0.3):
+            self.look()
+
+    def look(self) -> None:
+        now = scrape(self._url)
+        for family in COUNTERS:
+            for label in family.sources:
+                labels = {family.label: label} if family.label else {}
+                if now.value(family.name, **labels) < self.last.value(family.name, **labels):
+                    self.fallen.append(f"{family.name}{labels}")
+        self.last = now
+
+    def finish(self) -> None:
+        self._done.set()
+        self.join()
+        self.look()
+
+
 def test_streams_that_end_in_every_way(server: Launched, alone: list[list[int]]) -> None:
     seen: Counter[str] = Counter()
     faults: list[BaseException] = []
@@ -131,8 +164,19 @@ def test_streams_that_end_in_every_way(server: Launched, alone: list[list[int]])
     # The server keeps what it once needed for so many connections; only what comes on top is a leak.
     crowd(STREAMS, SECONDS / 3)
     before = _usage(server)
-    crowd(STREAMS, SECONDS)
+    counters = _Counters(server)
+    counters.start()
+    try:
+        crowd(STREAMS, SECONDS)
+    finally:
+        counters.finish()
     after = _usage(server)
+    assert not counters.fallen
+    assert counters.last.value("vllm:num_preemptions_total") > 0, "the pool is too large to show anything"
+    ended = {reason: counters.last.value("vllm:request_success_total", finished_reason=reason) for reason in REASONS}
+    assert sum(ended.values()) == sum(seen.values()) + len(alone)
+    assert ended["timeout"] == seen["expired"]
+    assert ended["error"] == 0
     assert set(seen) >= {"whole", "short", "cancel", "disconnect", "expired"}, seen
     assert after["processes"] == before["processes"]
     assert after["threads"] <= before["threads"] + 8, (before, after)

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
+from paged_backend.engine.detokenizer import OutputText
 from paged_backend.engine.outputs import SequenceDelta, TextSpan
 from paged_backend.errors import EngineDeadError, InvalidRequestError, OverloadedError, UnsupportedError
 from paged_backend.request import Request
@@ -354,6 +355,49 @@ def test_merged_windows_decode_to_the_merged_text(skip):
     stream.flush()
     response = run_model(DetokenizerModel, **sender.sent[0].tensors)
     assert response.tensors["text_output"].tolist() == [b"Q: abce"]
+
+
+class Bytes:
+    """A token per byte, so that most characters are split over tokens."""
+
+    def decode(self, ids, skip_special_tokens=True):
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 8])
+@pytest.mark.parametrize("text", ["🌶읽ส한", "Café 123 😊", "naïve 読む สวัสดี 한국어", "plain"])
+def test_however_many_tokens_a_response_holds_the_text_is_the_same(text, interval):
+    """As text, and as windows through the stateless detokenizer."""
+    outputs = {"text_output", "text_window_ids", "text_window_spans", "output_ids"}
+    sender = Sender()
+    stream, _ = make_stream(sender, outputs, interval=interval)
+    state = OutputText(Bytes(), SamplingParams())
+    ids = list(text.encode())
+    for position, token_id in enumerate(ids):
+        said, _ = state.append(token_id)
+        stream.sink(delta(said, ids=[token_id], span=state.span(len(said))))
+        stream.flush()
+        if position == 0:
+            assert len(sender.sent) == bool(said)
+    said, _ = state.finish()
+    stream.sink(delta(said, ids=[], finish="stop", last=True, span=state.span(len(said))))
+    stream.flush()
+    assert sender.finals == 1
+    assert "".join(sender.texts) == text
+    assert all(sender.texts[:-1])
+    assert [i for r in sender.sent for i in r.tensors["output_ids"]] == ids
+    windows = [
+        _decode_windows(Bytes(), r.tensors["text_window_ids"], r.tensors["text_window_spans"]) for r in sender.sent
+    ]
+    assert windows == sender.texts
+
+
+def _decode_windows(tokenizer, ids, rows):
+    model = DetokenizerModel()
+    model._tokenizer = tokenizer
+    tensors = [Tensor("text_window_ids", ids), Tensor("text_window_spans", rows)]
+    (response,) = model.execute([SimpleNamespace(inputs=lambda: tensors)])
+    return response.tensors["text_output"][0].decode()
 
 
 def test_a_response_without_text_has_empty_windows():
