@@ -223,6 +223,7 @@ def test_the_help_of_serve() -> None:
         "--grpc-port",
         "--metrics-port",
         "--model",
+        "--drain-seconds",
         "--verbose",
     ):
         assert option in done.stdout
