@@ -1,16 +1,20 @@
-"""Starts a long answer, goes away after a few pieces, and checks that the server stopped working on it.
+"""Starts a long answer, ends it after a few pieces, and checks that the server stopped working on it.
 
+A request to the engine model is cancelled by going away. Triton Server does not tell the steps of an ensemble that
+their client is gone: there a second request with the same id and the input `stop` ends the first.
 The check reads the server's metrics: the number of running requests must fall back to what it was.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import time
 import urllib.request
 from contextlib import closing
 
 from common import ExampleError, Request, parser, run, text_inputs, text_of
+from tritonclient.utils import InferenceServerException
 
 RUNNING = "vllm:num_requests_running"
 PROMPT = "Write a long story about a lighthouse keeper."
@@ -23,7 +27,7 @@ def main() -> None:
     arguments_parser.add_argument("--metrics-url", default="127.0.0.1:8002", help="host:port (default: %(default)s)")
     arguments = arguments_parser.parse_args()
 
-    before = running_requests(arguments.metrics_url, arguments.model)
+    before = running_requests(arguments.metrics_url)
     with closing(Request(arguments.url, arguments.timeout)) as request:
         request.start(arguments.model, text_inputs(arguments.prompt, arguments), ["text_output"])
         for count, result in enumerate(request, start=1):
@@ -32,27 +36,45 @@ def main() -> None:
                 break
         else:
             raise ExampleError("the answer ended before it could be cancelled: lower --after")
+        if request.is_for_ensemble(arguments.model):
+            stop(request, arguments)
+            print("\nended by a `stop` with the same request id")
     # Closing the request cancelled it.
     cancelled_at = time.monotonic()
-    print("\ncancelled by the client")
-    while running_requests(arguments.metrics_url, arguments.model) > before:
+    if not request.ended:
+        print("\ncancelled by the client")
+    while running_requests(arguments.metrics_url) > before:
         if time.monotonic() - cancelled_at > 30:
             raise ExampleError("the server still works on the request 30 s after it was cancelled")
         time.sleep(0.1)
     print(f"the server runs {before:.0f} requests, as before ({time.monotonic() - cancelled_at:.1f} s later)")
 
 
-def running_requests(url: str, model: str) -> float:
-    """How many requests the engine works on, by its own metrics."""
+def stop(request: Request, arguments: argparse.Namespace) -> None:
+    """End `request` by its id, and read what is left of its answer."""
+    with closing(Request(arguments.url, arguments.timeout, request.request_id)) as stopping:
+        for _ in stopping.start(arguments.model, {"text_input": "", "stop": True}, ["text_output"]):
+            pass
+    try:
+        for _ in request:
+            pass
+    except InferenceServerException as error:
+        # How a request that was ended says so.
+        if "cancelled" not in str(error):
+            raise
+
+
+def running_requests(url: str) -> float:
+    """How many requests the server's engines work on, by their own metrics."""
     try:
         with urllib.request.urlopen(f"http://{url}/metrics", timeout=10) as response:
             text = response.read().decode()
     except OSError as error:
         reason = getattr(error, "reason", error)
         raise ExampleError(f"cannot read the metrics at {url} (--metrics-url): {reason}") from error
-    values = re.findall(rf'^{RUNNING}\{{[^}}]*model="{model}"[^}}]*\}} (\S+)$', text, re.MULTILINE)
+    values = re.findall(rf"^{RUNNING}\{{.*\}} (\S+)$", text, re.MULTILINE)
     if not values:
-        raise ExampleError(f"the server exports no {RUNNING} for model {model}")
+        raise ExampleError(f"the server exports no {RUNNING}: it serves no engine model")
     return sum(map(float, values))
 
 

@@ -40,11 +40,13 @@ class Request:
     A stream carries the answers to all requests made on it; with one request each, nothing needs sorting out.
     """
 
-    def __init__(self, url: str, timeout: float) -> None:
-        """`timeout` is how many seconds the next response may take."""
+    def __init__(self, url: str, timeout: float, request_id: str = "") -> None:
+        """`timeout` is how many seconds the next response may take; the `request_id` is a fresh one if not given."""
         self._timeout = timeout
         self._answers: queue.Queue[tuple[Any, Exception | None]] = queue.Queue()
         self._client = grpc.InferenceServerClient(url)
+        self.ended = False
+        self.request_id = request_id or uuid.uuid4().hex
 
     def start(self, model: str, inputs: dict[str, Any], outputs: Sequence[str]) -> Request:
         """Send `inputs`, by tensor name, to `model`, asking for the tensors `outputs`."""
@@ -54,7 +56,7 @@ class Request:
                 model,
                 [_tensor(name, value) for name, value in inputs.items()],
                 outputs=[grpc.InferRequestedOutput(name) for name in outputs],
-                request_id=uuid.uuid4().hex,
+                request_id=self.request_id,
                 # The last response may be empty: without this the client would not learn of it.
                 enable_empty_final_response=True,
             )
@@ -67,12 +69,19 @@ class Request:
         while True:
             result, error = self._next()
             if error is not None:
+                self.ended = True
                 raise error
             response = result.get_response()
+            # Before the result is handed out: whoever takes it may never come back here.
+            self.ended = response.parameters["triton_final_response"].bool_param
             if response.outputs:
                 yield result
-            if response.parameters["triton_final_response"].bool_param:
+            if self.ended:
                 return
+
+    def is_for_ensemble(self, model: str) -> bool:
+        """Whether `model` is a pipeline of models rather than one."""
+        return bool(self._client.get_model_config(model).config.ensemble_scheduling.step)
 
     def _next(self) -> tuple[Any, Exception | None]:
         try:
@@ -81,8 +90,14 @@ class Request:
             raise ExampleError(f"no response for {self._timeout:.0f} s") from None
 
     def close(self) -> None:
-        """End the stream; the server is told to cancel a request that still runs."""
-        self._client.stop_stream(cancel_requests=True)
+        """End the stream; the server is told to cancel a request that still runs.
+
+        Never one that has ended: servers before 24.12 can lose count of it and then wait for it when they stop.
+        """
+        while not self.ended and not self._answers.empty():
+            result, error = self._next()
+            self.ended = error is not None or result.get_response().parameters["triton_final_response"].bool_param
+        self._client.stop_stream(cancel_requests=not self.ended)
         self._client.close()
 
 

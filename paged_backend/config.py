@@ -26,10 +26,10 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_THREADS = 1024
 
 # vLLM's names for what we call otherwise.
-_ALIASES = {"num_gpu_blocks_override": "num_kv_blocks"}
+ALIASES = {"num_gpu_blocks_override": "num_kv_blocks"}
 # Keys of vLLM deployments that change nothing here: accepted so that an existing file works. Logging is quiet and
 # execution eager whatever they say.
-_IGNORED = frozenset({"disable_log_requests", "disable_log_stats", "enforce_eager"})
+IGNORED = frozenset({"disable_log_requests", "disable_log_stats", "enforce_eager"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +184,8 @@ class EngineConfig:
         known = [f.name for f in fields(cls)]
         arguments: dict[str, Any] = {}
         for key, value in values.items():
-            name = _ALIASES.get(key, key)
-            if name in _IGNORED:
+            name = ALIASES.get(key, key)
+            if name in IGNORED:
                 continue
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, n=1)

@@ -42,6 +42,13 @@ class OverloadedError(PagedBackendError):
     code = "UNAVAILABLE"
 
 
+class DeadlineExceededError(PagedBackendError):
+    """The request did not finish within the time its client gave it."""
+
+    # What the server answers when a request's timeout passes in its own queue.
+    code = "UNAVAILABLE"
+
+
 class RequestCancelledError(PagedBackendError):
     """The client cancelled the request before it finished."""
 

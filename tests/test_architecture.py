@@ -39,10 +39,15 @@ ALLOWED: dict[str, set[str]] = {
     "triton_adapter": _BASE | {"chat", "tokenizer", "request", "engine"},
     "server": {"errors", "config", "model_source"},
     "bench": {"errors"},
-    "cli": {"__init__", "bench", "errors", "model_source", "server"},
+    "monitor": {"errors"},
+    "doctor": _BASE | {"monitor", "server", "tokenizer", "triton_adapter"},
+    "cli": {"__init__", "bench", "doctor", "errors", "model_source", "monitor", "server"},
     "paged_kernels": set(),
 }
-NO_TORCH = _BASE | {"chat", "tokenizer", "structured", "request", "kv", "sched", "server", "bench", "cli"}
+NO_TORCH = _BASE | {
+    *("chat", "tokenizer", "structured", "request", "kv", "sched"),
+    *("server", "bench", "monitor", "doctor", "cli"),
+}
 
 
 def _sources(*folders: str) -> list[Path]:

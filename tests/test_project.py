@@ -171,6 +171,12 @@ def covering_test(command: str) -> str:
         return f"Makefile:{words[1]}:"
     if words[0] == ".venv/bin/python":
         return f'tests/server/test_clients.py:"{Path(words[1]).stem}"'
+    if words[0] == "paged-backend":
+        return {
+            "install-backend": "tests/unit/test_doctor.py:def test_install_backend_twice",
+            "doctor": "tests/unit/test_doctor.py:def test_the_readmes_doctor",
+            "top": "tests/server/test_tools.py:def test_top_shows_a_running_server",
+        }[words[1]]
     known = {
         "curl": "tests/server/test_clients.py:def test_the_curl_lines_of_the_http_example",
         ".venv/bin/paged-backend": "tests/test_project.py:def test_the_help_of_serve",
@@ -217,6 +223,7 @@ def test_the_help_of_serve() -> None:
         "--grpc-port",
         "--metrics-port",
         "--model",
+        "--drain-seconds",
         "--verbose",
     ):
         assert option in done.stdout

@@ -24,7 +24,7 @@ from paged_backend.kv.block_manager import BlockManager
 from paged_backend.model_source import resolve_model
 from paged_backend.request import FinishReason, Request, RequestStatus, Sequence
 from paged_backend.sampling_params import SamplingParams
-from paged_backend.sched.output import WorkerOutput
+from paged_backend.sched.output import SchedulerOutput, WorkerOutput
 from paged_backend.sched.policy import SchedulerPolicy
 from paged_backend.sched.scheduler import Scheduler
 from paged_backend.tokenizer import Tokenizer
@@ -59,7 +59,13 @@ class Engine:
         self._steps = StepPipeline(self.worker.execute, 2 if self.config.async_scheduling else 1)
         # Live requests of which no step can be planned before the last one's results are known.
         self._num_lockstep = 0
-        self._counts = {"steps": 0, "prompt_tokens": 0, "generation_tokens": 0, "requests_finished": 0}
+        self._counts = dict.fromkeys(
+            (
+                *("steps", "step_microseconds", "prefill_tokens", "decode_tokens"),
+                *("prompt_tokens", "generation_tokens", "requests_finished"),
+            ),
+            0,
+        )
 
     def make_request(
         self,
@@ -105,9 +111,11 @@ class Engine:
 
     def step(self) -> list[SequenceDelta]:
         """Compute the next tokens of some requests; returns what each sequence gained."""
+        began = time.perf_counter_ns()
         expired = self._expire()
         self._plan_steps()
         deltas = self._process(self._steps.take())
+        self._counts["step_microseconds"] += (time.perf_counter_ns() - began) // 1000
         if self.config.check_integrity:
             self.scheduler.check_integrity()
         return expired + deltas
@@ -136,8 +144,9 @@ class Engine:
         these `requests_preempted` wait to be computed anew and `requests_swapped` to be swapped in); and since the
         start: `requests_finished`, `preemptions` (`recomputations` and `swaps_out`), `swaps_in`, `block_copies`
         (copy-on-write), `block_evictions` (of cached contents), `prefix_cache_queries` and `prefix_cache_hits`
-        (prompt tokens looked up and found), `steps`, `prompt_tokens` (of requests that got a first token),
-        `generation_tokens`.
+        (prompt tokens looked up and found), `steps` and the `step_microseconds` they took, `prefill_tokens` and
+        `decode_tokens` (computed for sequences with several tokens in a step, and with one), `prompt_tokens` (of
+        requests that got a first token), `generation_tokens`. `requests_prefilling` have no token yet.
         """
         pool, host_pool, scheduler = self.blocks.pool, self.blocks.host_pool, self.scheduler
         statuses = [request.status for request in scheduler.waiting]
@@ -149,6 +158,7 @@ class Engine:
             "host_blocks_total": host_pool.num_blocks,
             "host_blocks_used": host_pool.num_used,
             "requests_running": len(scheduler.running),
+            "requests_prefilling": sum(r.sequences[0].num_output_tokens == 0 for r in scheduler.running),
             "requests_waiting": len(statuses),
             "requests_preempted": statuses.count(RequestStatus.PREEMPTED),
             "requests_swapped": statuses.count(RequestStatus.SWAPPED),
@@ -183,6 +193,7 @@ class Engine:
         while len(self._steps) < depth:
             plan = self.scheduler.schedule()
             plan.token_masks = self._outputs.token_masks(plan.scheduled)
+            self._count_planned(plan)
             self._steps.submit(plan)
 
     def _process(self, result: WorkerOutput) -> list[SequenceDelta]:
@@ -216,6 +227,11 @@ class Engine:
             self._retire(sequence.request)
         elif sequence.finish is not None:
             self.scheduler.finish_sequence(sequence)
+
+    def _count_planned(self, plan: SchedulerOutput) -> None:
+        decoding = sum(item.num_new_tokens == 1 for item in plan.scheduled)
+        self._counts["decode_tokens"] += decoding
+        self._counts["prefill_tokens"] += plan.num_scheduled_tokens - decoding
 
     def _count_tokens(self, sequence: Sequence) -> None:
         self._counts["generation_tokens"] += 1

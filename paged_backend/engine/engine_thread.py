@@ -31,19 +31,27 @@ class EngineThread:
 
     Args:
         engine: owned by this object from here on, `make_request` excepted, which any thread may call.
+        on_failure: called on the engine thread when the engine has failed, after every request got its error.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, on_failure: Callable[[], None] = lambda: None) -> None:
         self.engine = engine
+        self._on_failure = on_failure
+        self._failure: Exception | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sinks: dict[str, Sink] = {}
         # Guards `_accepting` and `_num_live`, which submitters read; the rest belongs to the engine thread.
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._accepting = True
         self._num_live = 0
         self._stop_at: float | None = None
         self._stats = engine.stats()
         self._thread = threading.Thread(target=self._run, name="paged-engine", daemon=True)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are accepted."""
+        return self._accepting
 
     @property
     def num_live(self) -> int:
@@ -54,19 +62,26 @@ class EngineThread:
         """Start the loop."""
         self._thread.start()
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    def submit(self, request: Request, sink: Sink, *, wait: bool = False) -> None:
         """Hand a request to the engine.
 
+        Args:
+            request: as `Engine.make_request` made it.
+            sink: takes its deltas, or its error.
+            wait: with a full waiting list, block until there is room rather than refuse.
+
         Raises:
-            OverloadedError: the waiting list is full.
-            EngineDeadError: the engine has failed or is shutting down.
+            OverloadedError: the waiting list is full, or the server is shutting down.
+            EngineDeadError: the engine has failed.
         """
         config = self.engine.config
         assert config.max_num_seqs is not None
         limit = config.max_num_seqs + config.max_waiting_requests
         with self._lock:
+            while wait and self._accepting and self._num_live >= limit:
+                self._lock.wait()
             if not self._accepting:
-                raise EngineDeadError("the engine has stopped", request_id=request.request_id)
+                raise self._refusal(request.request_id)
             if self._num_live >= limit:
                 message = f"{self._num_live} requests are running or waiting (max_waiting_requests); try again later"
                 raise OverloadedError(message, request_id=request.request_id)
@@ -81,12 +96,18 @@ class EngineThread:
         """The engine's counts as of the last step."""
         return self._stats
 
-    def shutdown(self, timeout_s: float) -> None:
-        """Refuse new requests, let live ones finish for `timeout_s` seconds, end the rest with an error, and close."""
+    def drain(self, timeout_s: float) -> None:
+        """Refuse new requests from now on, let live ones go on for `timeout_s` seconds, then end the rest with an error
+        and the loop with them; returns at once. Of several calls the earliest end holds."""
         with self._lock:
             self._accepting = False
+            self._lock.notify_all()
         deadline = time.monotonic() + timeout_s
         self._commands.put(lambda: self._set_stop(deadline))
+
+    def shutdown(self, timeout_s: float) -> None:
+        """`drain`, wait for its end, and close the engine."""
+        self.drain(timeout_s)
         if self._thread.is_alive():
             self._thread.join()
         self.engine.close()
@@ -100,10 +121,15 @@ class EngineThread:
                 if self.engine.has_unfinished_requests():
                     self._deliver(self.engine.step())
                 self._stats = self.engine.stats()
-            self._end_all(OverloadedError("the server is shutting down"))
+            self._end_all(self._refusal())
+            for request_id in self.engine.live_request_ids():
+                self.engine.abort_request(request_id)
+            self._stats = self.engine.stats()
         except Exception as error:
             logger.exception("the engine failed")
-            self._end_all(EngineDeadError(f"the engine failed: {error!r}"))
+            self._failure = error
+            self._end_all(self._refusal())
+            self._on_failure()
 
     def _stopping(self) -> bool:
         if self._stop_at is None:
@@ -111,7 +137,7 @@ class EngineThread:
         return time.monotonic() >= self._stop_at or not self.engine.has_unfinished_requests()
 
     def _set_stop(self, deadline: float) -> None:
-        self._stop_at = deadline
+        self._stop_at = deadline if self._stop_at is None else min(self._stop_at, deadline)
 
     def _run_commands(self, *, wait: bool) -> None:
         """Carry out what has been asked; with `wait`, sleep until something is (an idle engine costs nothing)."""
@@ -156,6 +182,13 @@ class EngineThread:
         for sink in sinks.values():
             sink(error)
 
+    def _refusal(self, request_id: str | None = None) -> PagedBackendError:
+        """Why requests are not served any more."""
+        if self._failure is not None:
+            return EngineDeadError(f"the engine failed: {self._failure!r}", request_id=request_id)
+        return OverloadedError("the server is shutting down; try another one", request_id=request_id)
+
     def _count_ended(self, count: int) -> None:
         with self._lock:
             self._num_live -= count
+            self._lock.notify_all()

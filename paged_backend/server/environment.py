@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import shutil
 import sys
 import sysconfig
 from collections.abc import Mapping
@@ -17,9 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paged_backend.server.errors import LaunchError
+from paged_backend.server.install import install_backend
 from paged_backend.server.locate import ServerInstall, libpython_soname
 
+# Read by triton_adapter/settings.py in the stubs.
 MODEL_VARIABLE = "PAGED_BACKEND_MODEL"
+DRAIN_VARIABLE = "PAGED_BACKEND_DRAIN_SECONDS"
 
 
 @dataclass(frozen=True)
@@ -31,12 +35,17 @@ class ServerEnvironment:
 
 
 def prepare(
-    install: ServerInstall, scratch: Path, model: Path | None, base: Mapping[str, str] = os.environ
+    install: ServerInstall,
+    scratch: Path,
+    model: Path | None,
+    drain_seconds: float | None = None,
+    base: Mapping[str, str] = os.environ,
 ) -> ServerEnvironment:
     """Make `install` startable; files go to `scratch`, a directory the caller removes later.
 
     Args:
         model: what the served models load instead of their configured model; absolute.
+        drain_seconds: how long an engine model lets its requests go on once the server stops; None: its default.
 
     Raises:
         LaunchError: no usable libpython, or a numpy the bundled stub cannot work with.
@@ -49,9 +58,11 @@ def prepare(
         variables["VIRTUAL_ENV"] = sys.prefix
     if model is not None:
         variables[MODEL_VARIABLE] = str(model)
+    if drain_seconds is not None:
+        variables[DRAIN_VARIABLE] = f"{drain_seconds:g}"
     if install.libraries is None:
         return ServerEnvironment(install.python_backend.parent, variables)
-    _require_numpy_1()
+    require_numpy_1()
     libpython = find_libpython(install)
     variables["LD_LIBRARY_PATH"] = _join(install.libraries, libpython.parent, base.get("LD_LIBRARY_PATH"))
     return ServerEnvironment(_link_backend(install, scratch), variables)
@@ -111,12 +122,19 @@ def _link_backend(install: ServerInstall, scratch: Path) -> Path:
         source = install.python_backend / name
         if not source.is_file():
             raise LaunchError(f"{source} is missing: reinstall nvidia-pytriton")
-        (python / name).symlink_to(source)
+        # A copy: for backends written in Python the server refuses a library that a link leads out of the directory.
+        shutil.copy(source, python / name)
     (python / install.stub.name).symlink_to(install.stub)
+    install_backend(python.parent)
     return python.parent
 
 
-def _require_numpy_1() -> None:
+def require_numpy_1() -> None:
+    """Check that the installed numpy is one the bundled server's stub works with.
+
+    Raises:
+        LaunchError: it is not, or there is none.
+    """
     try:
         version = importlib.metadata.version("numpy")
     except importlib.metadata.PackageNotFoundError:

@@ -5,12 +5,13 @@ The order of events is all that lives here; each step is in a module of its own.
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
 import sys
-import tempfile
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -20,11 +21,13 @@ from paged_backend.server import environment, locate, ports, probe, process, rep
 from paged_backend.server.errors import LaunchError
 from paged_backend.server.log import ServerLog
 from paged_backend.server.progress import Progress
+from paged_backend.server.scratch import scratch_folder
+from paged_backend.server.stubs import StubWatch
 
 _POLL_SECONDS = 0.2
-# Requests in flight may finish for this long after Ctrl-C; the margin is for the models' own clean-up.
-_EXIT_TIMEOUT_SECONDS = 20
-_STOP_GRACE_SECONDS = _EXIT_TIMEOUT_SECONDS + 10.0
+# What the server may take to send the last answers, and to unload its models, once the engines have drained.
+_ANSWER_SECONDS = 2.0
+_UNLOAD_SECONDS = 8.0
 # While models load nothing is in flight, and a server busy loading does not listen to signals.
 _LOADING_GRACE_SECONDS = 3.0
 _QUESTION = "What is the capital of France?"
@@ -32,7 +35,10 @@ _QUESTION = "What is the capital of France?"
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What `paged-backend serve` was asked for; ports of 0 mean any free one, None means the default."""
+    """What `paged-backend serve` was asked for; ports of 0 mean any free one, None means the default.
+
+    `drain_seconds` is how long requests in flight may go on after the first signal.
+    """
 
     model_repository: str | None = None
     host: str = "127.0.0.1"
@@ -40,6 +46,7 @@ class ServeOptions:
     grpc_port: int = 8001
     metrics_port: int = 8002
     model: str | None = None
+    drain_seconds: float = 5.0
     verbose: bool = False
     server_arguments: tuple[str, ...] = ()
 
@@ -76,34 +83,42 @@ class StopRequests:
 
 
 def serve(options: ServeOptions) -> int:
-    """Serve until a signal; returns the exit code 0 after a clean stop.
+    """Serve until a signal; returns the exit code: 0 after a clean stop, 1 if requests in flight were cut off.
 
     Raises:
-        LaunchError: the server cannot start, or ended by itself.
+        LaunchError: the server cannot start, or it or the process of a model ended by itself.
         ConfigError: `options.model` is no model.
     """
+    if not 0 <= options.drain_seconds <= 86400:
+        raise LaunchError(f"--drain-seconds {options.drain_seconds:g} is out of bounds: give 0 to 86400")
     models = repository.find_repository(options.model_repository)
     install = locate.find_server()
-    model = resolve_model(options.model).path.resolve() if options.model else None
+    model = None if options.model is None else resolve_model(options.model).path.resolve()
     endpoints = ports.choose_ports(options.host, options.http_port, options.grpc_port, options.metrics_port)
     prefix = process.new_region_prefix()
-    with tempfile.TemporaryDirectory(prefix="paged-backend-") as scratch, StopRequests() as stop:
-        prepared = environment.prepare(install, Path(scratch), model)
+    with scratch_folder(prefix) as scratch, StopRequests() as stop:
+        prepared = environment.prepare(install, scratch, model, options.drain_seconds)
         command = server_command(install, prepared, models, endpoints, prefix, options)
         log = ServerLog(echo=_say if options.verbose else None)
         server = process.ServerProcess(command, prepared.variables, prefix)
+        stubs = StubWatch(server.pid)
         grace = _LOADING_GRACE_SECONDS
+        ready = drained = False
         try:
             log.follow(server.output)
-            if _wait_until_ready(server, log, endpoints, stop, models, options):
-                grace = _STOP_GRACE_SECONDS
-                _supervise(server, log, stop)
-            _say("\nstopping (Ctrl-C again to kill)" if sys.stdout.isatty() else "stopping")
+            ready = _wait_until_ready(server, log, endpoints, stop, models, options)
+            if ready:
+                # Should the server or a stub die, nothing is left to wait for.
+                grace = 0.0
+                _supervise(server, log, stubs, stop)
+                drained = _drain(stubs, endpoints, stop, options)
+                grace = _UNLOAD_SECONDS if drained else 2.0 * _exit_timeout(options)
+            else:
+                _announce_stop(0, options)
         finally:
-            orderly = server.stop(grace, stop.hurry)
+            orderly = server.stop(grace, lambda: stop.hurry() or log.gave_up_waiting)
             log.join(1.0)
-    _say("stopped" if orderly else "stopped (the server was killed)")
-    return 0
+    return _farewell(orderly and server.exit_code == 0, nothing_lost=drained or not ready, asked=stop.hurry())
 
 
 def server_command(
@@ -120,7 +135,7 @@ def server_command(
         f"--model-repository={models}",
         f"--backend-directory={prepared.backend_directory}",
         f"--backend-config=python,shm-region-prefix-name={region_prefix}",
-        f"--exit-timeout-secs={_EXIT_TIMEOUT_SECONDS}",
+        f"--exit-timeout-secs={_exit_timeout(options)}",
         *(f"--{service}-address={endpoints.host}" for service in ("http", "grpc", "metrics")),
         f"--http-port={endpoints.http}",
         f"--grpc-port={endpoints.grpc}",
@@ -159,13 +174,69 @@ def _wait_until_ready(
         progress.clear()
 
 
-def _supervise(server: process.ServerProcess, log: ServerLog, stop: StopRequests) -> None:
+def _supervise(server: process.ServerProcess, log: ServerLog, stubs: StubWatch, stop: StopRequests) -> None:
     """Wait for a stop request, passing on what the server complains about."""
-    log.echo_problems(_say)
-    while not stop.wait(_POLL_SECONDS):
+    log.started(_say)
+    while True:
+        # The server goes on without noticing: its clients would wait for ever for what the model owes them.
+        for stub in stubs.poll():
+            raise LaunchError(
+                f"the process of model {stub.model!r} {stub.ending}; ended the server, so that no client waits for it",
+                log.explain(),
+            )
+        if stop.wait(_POLL_SECONDS):
+            return
         if server.exit_code is not None:
             log.join(2.0)
             raise LaunchError(f"the server {_ending(server.exit_code)}", log.explain())
+
+
+def _drain(stubs: StubWatch, endpoints: ports.Endpoints, stop: StopRequests, options: ServeOptions) -> bool:
+    """Have the engine models end their requests while the server still runs; True once they say that none is left.
+
+    Before the server is told to stop: a stopping server refuses the next step of every ensemble.
+    """
+    address = endpoints.url(endpoints.metrics)
+    live = probe.live_requests(address)
+    _announce_stop(live or 0, options)
+    stubs.ask_to_drain()
+    deadline = time.monotonic() + options.drain_seconds + _ANSWER_SECONDS
+    while live and time.monotonic() < deadline and not stop.hurry():
+        time.sleep(_POLL_SECONDS)
+        live = probe.live_requests(address)
+    return live == 0
+
+
+def _exit_timeout(options: ServeOptions) -> int:
+    """Seconds the server itself waits for requests in flight: of models that do not drain."""
+    return math.ceil(options.drain_seconds + _UNLOAD_SECONDS)
+
+
+def _announce_stop(live: int, options: ServeOptions) -> None:
+    what = "stopping"
+    if live:
+        requests = "1 request" if live == 1 else f"{live} requests"
+        what += f": {requests} in flight may go on for {options.drain_seconds:g} s"
+    _say(f"\n{what} (Ctrl-C again to kill)" if sys.stdout.isatty() else what)
+
+
+def _farewell(clean: bool, nothing_lost: bool, asked: bool) -> int:
+    """Say how it went.
+
+    Args:
+        clean: the server ended by itself and content.
+        nothing_lost: every request had its answer before.
+        asked: a second signal asked for the server to be killed.
+    """
+    if clean:
+        _say("stopped")
+    elif asked or nothing_lost:
+        why = "" if asked else ": a client keeps its connection open, or a model does not unload"
+        _say(f"stopped (the server was killed{why})")
+    else:
+        _say("stopped, but not cleanly: requests in flight were cut off")
+        return 1
+    return 0
 
 
 def _ending(exit_code: int) -> str:

@@ -27,6 +27,12 @@ _HARMLESS = (
     "Signal (",
 )
 _STATUS_PREFIX = re.compile(r"^(?:Internal|Invalid argument|Not found|Unavailable): ")
+# A model's own words for its user; where in the code they were said helps nobody.
+_DELIBERATE = "TritonModelException: "
+# After its complaint about an argument the server prints all its options.
+_USAGE = re.compile(r"^Usage: \S*tritonserver")
+# Said by a server that gives up waiting for requests; it may hang afterwards.
+_EXIT_TIMEOUT = "Exit timeout expired"
 _MAX_FRAMES = 3
 _TAIL = 10
 
@@ -44,6 +50,8 @@ class ServerLog:
         self._errors: deque[str] = deque(maxlen=_TAIL)
         self._tail: deque[str] = deque(maxlen=_TAIL)
         self._note = ""
+        self._in_usage = False
+        self._gave_up = False
         self._reader: threading.Thread | None = None
 
     def follow(self, stream: IO[bytes]) -> None:
@@ -56,8 +64,13 @@ class ServerLog:
         if self._reader is not None:
             self._reader.join(timeout)
 
-    def echo_problems(self, echo: Callable[[str], None]) -> None:
-        """From now on pass on warnings, errors and what the models print, unless all is passed on already."""
+    def started(self, echo: Callable[[str], None]) -> None:
+        """The server is ready: its complaints of before explain nothing that comes, and from now on warnings, errors
+        and what the models print are passed on to `echo`, unless all is passed on already."""
+        with self._lock:
+            self._failures.clear()
+            self._errors.clear()
+            self._tail.clear()
         if self._echo is None:
             self._echo_problems = echo
 
@@ -73,11 +86,20 @@ class ServerLog:
         with self._lock:
             return self._note
 
+    @property
+    def gave_up_waiting(self) -> bool:
+        """Whether the server, asked to stop, gave up waiting for requests in flight."""
+        with self._lock:
+            return self._gave_up
+
     def explain(self) -> list[str]:
-        """Why the server gave up, in a few lines: per model that failed its reason, else the last error lines."""
+        """Why the server gave up, in a few lines: for models that failed their reason, else the last error lines."""
         with self._lock:
             if self._failures:
-                return [line for model, why in self._failures.items() for line in _reason(model, why)]
+                models: dict[str, list[str]] = {}
+                for model, why in self._failures.items():
+                    models.setdefault(_without_places(why), []).append(model)
+                return [line for why, names in models.items() for line in _reason(", ".join(names), why)]
             return list(self._errors) or list(self._tail)
 
     def feed(self, line: str) -> None:
@@ -99,14 +121,16 @@ class ServerLog:
                 self.feed(raw.decode(errors="replace").rstrip("\r\n"))
 
     def _take_plain(self, line: str) -> None:
+        self._in_usage = self._in_usage or _USAGE.match(line) is not None
         # Tables are drawn with | and +: a summary of what came line by line before.
-        if not line.strip() or line.startswith(("|", "+")) or _is_harmless(line):
+        if self._in_usage or not line.strip() or line.startswith(("|", "+")) or _is_harmless(line):
             return
         self._tail.append(line)
         if line.startswith("error:"):
             self._errors.append(line.removeprefix("error:").strip())
 
     def _take(self, level: str, source: str, text: str) -> None:
+        self._gave_up = self._gave_up or _EXIT_TIMEOUT in text
         if match := _LOADING.match(text):
             self._loading.append(match["model"])
         elif match := _LOADED.match(text):
@@ -139,12 +163,18 @@ def _unquoted(text: str) -> str:
     return text.replace("\\n", "\n").replace('\\"', '"').replace("\\'", "'")
 
 
-def _reason(model: str, why: str) -> list[str]:
+def _without_places(why: str) -> str:
+    """`why`, if it was said deliberately only its message: the same from several models is then the same text."""
+    message, _, _ = why.partition("\n\nAt:\n")
+    return message if _STATUS_PREFIX.sub("", message.strip()).startswith(_DELIBERATE) else why
+
+
+def _reason(models: str, why: str) -> list[str]:
     """One line for the error, then the innermost places in somebody's file it came from."""
     message, _, where = why.partition("\n\nAt:\n")
-    message = _STATUS_PREFIX.sub("", message.strip())
+    message = _STATUS_PREFIX.sub("", message.strip()).removeprefix(_DELIBERATE)
     frames = [frame.strip() for frame in where.splitlines() if frame.strip()]
     frames = [frame for frame in frames if not frame.startswith("<frozen ")]
     first, *rest = message.splitlines() or ["no reason given"]
-    lines = [f"{model}: {first}", *(f"  {line}" for line in rest[-_TAIL:])]
+    lines = [f"{models}: {first}", *(f"  {line}" for line in rest[-_TAIL:])]
     return lines + [f"  at {frame}" for frame in frames[:_MAX_FRAMES]]

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import urllib.parse
+import urllib.request
+
+# What an engine model has taken in and not fully answered yet.
+_LIVE = re.compile(r"^paged_requests_in_flight(?:\{.*\})? (\S+)$", re.MULTILINE)
 
 
 def ready_models(host: str, port: int, timeout: float = 5.0) -> list[str] | None:
@@ -20,6 +25,16 @@ def ready_models(host: str, port: int, timeout: float = 5.0) -> list[str] | None
         return models
     except (OSError, http.client.HTTPException, ValueError):
         # Not listening yet, or going down.
+        return None
+
+
+def live_requests(address: str, timeout: float = 1.0) -> int | None:
+    """Requests the engine models have not fully answered, by the metrics at `address` (host:port); None: no metrics."""
+    try:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=timeout) as response:
+            values = _LIVE.findall(response.read().decode())
+        return int(sum(map(float, values))) if values else None
+    except (OSError, http.client.HTTPException, ValueError):
         return None
 
 

@@ -74,6 +74,11 @@ class ServerProcess:
         return self._process.stdout
 
     @property
+    def pid(self) -> int:
+        """Of the server itself."""
+        return self._process.pid
+
+    @property
     def exit_code(self) -> int | None:
         """None while the server runs."""
         return self._process.poll()
@@ -86,7 +91,7 @@ class ServerProcess:
             hurry: asked meanwhile; True ends the wait.
 
         Returns:
-            Whether the server stopped by itself, rather than being killed.
+            Whether the server stopped by itself, rather than being killed; whether it was content is `exit_code`.
         """
         orderly = self._ask_to_stop(grace, hurry)
         self._kill_group()

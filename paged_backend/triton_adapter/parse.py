@@ -17,6 +17,7 @@ from paged_backend.chat import render_chat
 from paged_backend.errors import InvalidRequestError, UnsupportedError
 from paged_backend.sampling_params import SamplingParams
 from paged_backend.tokenizer import Tokenizer
+from paged_backend.triton_adapter.aliases import RETURN_LOG_PROBS, alias_parameters
 from paged_backend.triton_adapter.tensors import LLM_OUTPUTS, RequestTensors
 
 _ALL_OUTPUTS = frozenset(spec.name for spec in LLM_OUTPUTS)
@@ -34,6 +35,8 @@ TEXT_OUTPUTS = frozenset({"text_output", "text_window_ids", "text_window_spans"}
 _RESERVED_PARAMETERS = frozenset(
     {"id", "priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"}
 )
+# The server keeps a request's `priority` to itself, so ours has another name. Read whatever else is sent.
+PRIORITY_PARAMETER = "paged_priority"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +60,16 @@ class ResponseOptions:
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A request ready for the engine; `field` is what its interface calls the prompt."""
+    """A request ready for the engine.
+
+    `field` is what its interface calls the prompt; `timeout_s` how many seconds it may take from now, None: any.
+    """
 
     prompt: str | list[int]
     field: str
     params: SamplingParams
     options: ResponseOptions
+    timeout_s: float | None = None
 
 
 def is_stop(request: Any) -> bool:
@@ -83,7 +90,8 @@ def parse_request(request: Any, *, has_tokenizer: bool = True, tokenizer: Tokeni
     """
     tensors = RequestTensors(request)
     prompt, field = _prompt(tensors, tokenizer)
-    params = _sampling_params(tensors, request)
+    given = _json_object(request.parameters() or "{}", "parameters")
+    params = _sampling_params(tensors, given)
     stream = bool(tensors.boolean("stream"))
     outputs = _outputs(tensors, request.requested_output_names(), params, is_text=field != "input_ids")
     if "cumulative_logprob" in outputs and params.logprobs is None and not params.use_beam_search:
@@ -97,18 +105,14 @@ def parse_request(request: Any, *, has_tokenizer: bool = True, tokenizer: Tokeni
         raise InvalidRequestError(message, field="detokenize")
     text = prompt if isinstance(prompt, str) else tensors.string("prompt_text")
     prefix = (text or "") if _prepend(tensors, stream, is_chat=field == "messages") else ""
-    return ParsedRequest(
-        prompt,
-        field,
-        params,
-        ResponseOptions(
-            stream and params.output_kind != "final_only",
-            outputs,
-            prefix,
-            params.skip_special_tokens,
-            cumulative=stream and params.output_kind == "cumulative",
-        ),
+    options = ResponseOptions(
+        stream and params.output_kind != "final_only",
+        outputs,
+        prefix,
+        params.skip_special_tokens,
+        cumulative=stream and params.output_kind == "cumulative",
     )
+    return ParsedRequest(prompt, field, params, options, _timeout_s(request, given))
 
 
 def stop_options(request: Any) -> ResponseOptions:
@@ -168,7 +172,10 @@ def _prepend(tensors: RequestTensors, stream: bool, *, is_chat: bool) -> bool:
 def _outputs(
     tensors: RequestTensors, requested: Iterable[str], params: SamplingParams, *, is_text: bool
 ) -> frozenset[str]:
-    unwanted = {name for name in _FLAGGED if not tensors.boolean(f"return_{name}")}
+    flagged = {name for name in _FLAGGED if tensors.boolean(f"return_{name}")}
+    if tensors.boolean(RETURN_LOG_PROBS):
+        flagged |= {"logprobs", "cumulative_logprob"}
+    unwanted = set(_FLAGGED) - flagged
     outputs = _defaults(requested, is_text=is_text) - unwanted
     if "text_window_ids" in outputs and not (params.spaces_between_special_tokens or params.skip_special_tokens):
         message = "`spaces_between_special_tokens` false is not supported in the ensemble: use the engine model"
@@ -190,17 +197,37 @@ def _defaults(requested: Iterable[str], *, is_text: bool) -> frozenset[str]:
     return frozenset({*own, *_FLAGGED})
 
 
-def _sampling_params(tensors: RequestTensors, request: Any) -> SamplingParams:
-    """From the tensor `sampling_parameters` if sent, else from the request's own parameters (never a mixture)."""
+def _sampling_params(tensors: RequestTensors, given: dict[str, Any]) -> SamplingParams:
+    """From the tensor `sampling_parameters` if sent, else from the request's own parameters (never a mixture); tensors
+    with TensorRT-LLM's names add to the former and win over the latter.
+
+    Args:
+        given: the request's own parameters.
+    """
     text = tensors.string("sampling_parameters")
+    aliased = alias_parameters(tensors)
     if text is not None:
-        values = _json_object(text, "sampling_parameters")
+        values = {**aliased, **_json_object(text, "sampling_parameters")}
     else:
-        given = _json_object(request.parameters() or "{}", "parameters")
-        # A name with a dash is an HTTP header that the server was told to forward.
-        values = {k: v for k, v in given.items() if not (k in _RESERVED_PARAMETERS or "-" in k or k[:7] == "triton_")}
+        values = {**{key: value for key, value in given.items() if not _is_reserved(key)}, **aliased}
+    if PRIORITY_PARAMETER in given:
+        values.setdefault("priority", given[PRIORITY_PARAMETER])
     # NaN and Infinity pass as floats here; SamplingParams refuses them by name.
     return SamplingParams.from_mapping({key: _typed(key, value) for key, value in values.items()})
+
+
+def _is_reserved(name: str) -> bool:
+    # A name with a dash is an HTTP header that the server was told to forward.
+    return name in _RESERVED_PARAMETERS or name == PRIORITY_PARAMETER or "-" in name or name.startswith("triton_")
+
+
+def _timeout_s(request: Any, given: dict[str, Any]) -> float | None:
+    """The request's own timeout, in microseconds. HTTP's generate endpoints pass theirs on as a parameter."""
+    timeout = request.timeout() or _typed("timeout", given.get("timeout", 0))
+    if isinstance(timeout, bool) or not isinstance(timeout, int) or timeout < 0:
+        message = f"`timeout` must be an integer of at least 0 (microseconds), got {timeout!r}"
+        raise InvalidRequestError(message, field="timeout")
+    return timeout / 1e6 if timeout else None
 
 
 def _json_object(text: str, field: str) -> dict[str, Any]:

@@ -20,11 +20,14 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from paged_backend.engine.outputs import SequenceDelta
-from paged_backend.errors import PagedBackendError, RequestCancelledError
+from paged_backend.errors import DeadlineExceededError, PagedBackendError, RequestCancelledError
+from paged_backend.request import Request
+from paged_backend.triton_adapter.metrics import RequestRecord
 from paged_backend.triton_adapter.parse import ResponseOptions
 from paged_backend.triton_adapter.pb import pb_utils, triton_error
 from paged_backend.triton_adapter.response import Chunk, build_response
@@ -36,31 +39,34 @@ class ResponseStream:
     """The answers to one live request.
 
     Args:
-        key: the engine's request id, unique.
+        request: the engine's; its id is unique.
         client_id: the id the client gave; may be empty, and others may have given the same.
         sender: the request's response sender.
         options: how it wants to be answered.
-        num_input_tokens: length of its prompt.
         schedule: called, from the engine thread, when `flush` has something to send.
         on_close: called once FINAL is out.
+        interval: tokens that a sequence of a stream gathers for each response after its first.
     """
 
     def __init__(
         self,
-        key: str,
+        request: Request,
         client_id: str,
         sender: Any,
         options: ResponseOptions,
-        num_input_tokens: int,
         *,
         schedule: Callable[[ResponseStream], None],
         on_close: Callable[[ResponseStream], None],
+        interval: int = 1,
     ) -> None:
-        self.key = key
+        self.key = request.request_id
         self.client_id = client_id
         self._sender = sender
         self._options = options
-        self._num_input_tokens = num_input_tokens
+        self._request = request
+        self._interval = interval
+        self._began: set[int] = set()
+        self._times = _Times()
         self._schedule = schedule
         self._on_close = on_close
         # Guards what the engine thread writes; never held during a round trip.
@@ -82,6 +88,7 @@ class ResponseStream:
             if isinstance(event, PagedBackendError):
                 self._error = event
                 self._ended = True
+                self._times.finish_reason = "error"
             else:
                 self._merge(event)
             if self._queued or not self._has_news():
@@ -121,9 +128,24 @@ class ResponseStream:
                 self._cancelled = self._sender.is_cancelled()
             return self._cancelled
 
+    def record(self) -> RequestRecord:
+        """What became of the request; once it is closed."""
+        request, times = self._request, self._times
+        queued = request.first_scheduled_time
+        return RequestRecord(
+            finish_reason=times.finish_reason if self._ended else "error",
+            prompt_tokens=request.num_prompt_tokens,
+            generation_tokens=times.tokens,
+            queued_s=None if queued is None else queued - request.arrival_time,
+            first_token_s=None if times.first is None else times.first - request.arrival_time,
+            per_token_s=times.per_token(),
+            total_s=time.monotonic() - request.arrival_time,
+        )
+
     # --- under `_lock` ---
 
     def _merge(self, delta: SequenceDelta) -> None:
+        self._times.note(delta)
         if delta.index not in self._chunks:
             self._chunks[delta.index] = Chunk(delta.index)
         self._chunks[delta.index].add(delta)
@@ -131,17 +153,26 @@ class ResponseStream:
             self._ended = True
             if delta.finish_reason == "abort":
                 self._error = RequestCancelledError("the request was cancelled", request_id=self.client_id)
+            elif delta.finish_reason == "timeout":
+                message = "the request's timeout passed before it finished: give it more time or fewer tokens"
+                self._error = DeadlineExceededError(message, request_id=self.client_id)
 
     def _has_news(self) -> bool:
         if self._ended:
             return True
-        return self._options.stream and any(chunk.is_visible(self._options) for chunk in self._chunks.values())
+        return self._options.stream and any(map(self._is_due, self._chunks.values()))
+
+    def _is_due(self, chunk: Chunk) -> bool:
+        """Whether a chunk of a stream is worth a response by now."""
+        enough = chunk.index not in self._began or len(chunk.token_ids) >= self._interval
+        return enough and chunk.is_visible(self._options)
 
     def _take(self, *, everything: bool) -> list[Chunk]:
         if everything:
             taken = list(self._chunks.values())
         else:
-            taken = [chunk for chunk in self._chunks.values() if chunk.is_visible(self._options)]
+            taken = [chunk for chunk in self._chunks.values() if self._is_due(chunk)]
+            self._began.update(chunk.index for chunk in taken)
         for chunk in taken:
             del self._chunks[chunk.index]
         return sorted(taken, key=lambda chunk: chunk.index)
@@ -192,7 +223,36 @@ class ResponseStream:
             for chunk in chunks:
                 self._said.setdefault(chunk.index, Chunk(chunk.index)).extend(chunk)
             chunks = [self._said[chunk.index] for chunk in chunks]
-        return build_response(chunks, self._options, self._num_input_tokens)
+        return build_response(chunks, self._options, self._request.num_prompt_tokens)
+
+
+class _Times:
+    """When a request's tokens came; written on the engine thread."""
+
+    __slots__ = ("finish_reason", "first", "indices", "last", "tokens")
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.last: float | None = None
+        self.tokens = 0
+        self.indices: set[int] = set()
+        self.finish_reason = "error"
+
+    def note(self, delta: SequenceDelta) -> None:
+        """Take in a delta."""
+        if delta.token_ids:
+            self.last = time.monotonic()
+            self.first = self.first or self.last
+            self.tokens += len(delta.token_ids)
+            self.indices.add(delta.index)
+        if delta.request_finished:
+            self.finish_reason = delta.finish_reason or "error"
+
+    def per_token(self) -> float | None:
+        """Mean seconds between the tokens of a single output; of several they come together."""
+        if self.first is None or self.last is None or self.tokens < 2 or len(self.indices) > 1:
+            return None
+        return (self.last - self.first) / (self.tokens - 1)
 
 
 class SenderThread:

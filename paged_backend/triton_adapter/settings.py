@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,48 @@ from paged_backend.tokenizer import Tokenizer
 
 # Set by `paged-backend serve --model`.
 MODEL_VARIABLE = "PAGED_BACKEND_MODEL"
+# Set by `paged-backend serve --drain-seconds`.
+DRAIN_VARIABLE = "PAGED_BACKEND_DRAIN_SECONDS"
+_DRAIN_S = 5.0
 _FILE = "model.json"
+
+
+@dataclass(frozen=True)
+class ServingSettings:
+    """What `model.json` says of serving rather than of the engine.
+
+    Args:
+        stream_interval: tokens that a stream gathers for each response after its first; more is less work per token.
+        when_full: what happens to a request when `max_waiting_requests` wait: `refuse` it (UNAVAILABLE), or `block`
+            until there is room, so that it and those behind it wait in the server, under the model's queue policy.
+
+    Raises:
+        ConfigError: a value is out of bounds; `field` names it.
+    """
+
+    stream_interval: int = 1
+    when_full: str = "refuse"
+
+    def __post_init__(self) -> None:
+        interval = self.stream_interval
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+            message = f"`stream_interval` must be an integer of at least 1, got {interval!r}"
+            raise ConfigError(message, field="stream_interval")
+        if self.when_full not in ("refuse", "block"):
+            raise ConfigError(f"`when_full` must be refuse or block, got {self.when_full!r}", field="when_full")
+
+
+_SERVING_KEYS = frozenset(field.name for field in fields(ServingSettings))
+
+
+def serving_settings(version_dir: Path) -> ServingSettings:
+    """How the model in `version_dir` is served.
+
+    Raises:
+        ConfigError: the file is missing or is not a JSON object, or a value is out of bounds.
+    """
+    values = _read(version_dir / _FILE)
+    return ServingSettings(**{key: value for key, value in values.items() if key in _SERVING_KEYS})
 
 
 def engine_arguments(version_dir: Path, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -28,7 +70,16 @@ def engine_arguments(version_dir: Path, environ: Mapping[str, str] = os.environ)
     Raises:
         ConfigError: the file is missing or is not a JSON object.
     """
-    path = version_dir / _FILE
+    values = {key: value for key, value in _read(version_dir / _FILE).items() if key not in _SERVING_KEYS}
+    override = environ.get(MODEL_VARIABLE)
+    if override:
+        # A tokenizer named in the file belongs to the file's model.
+        values.pop("tokenizer", None)
+        values["model"] = override
+    return values
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -37,12 +88,26 @@ def engine_arguments(version_dir: Path, environ: Mapping[str, str] = os.environ)
         raise ConfigError(f"{path} is not valid JSON: {error}", field="model") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a JSON object of engine arguments", field="model")
-    override = environ.get(MODEL_VARIABLE)
-    if override:
-        # A tokenizer named in the file belongs to the file's model.
-        values.pop("tokenizer", None)
-        values["model"] = override
     return values
+
+
+def drain_seconds(environ: Mapping[str, str] = os.environ) -> float:
+    """How long live requests may go on once the server stops or the model is unloaded.
+
+    Raises:
+        ConfigError: the environment's value is no number of seconds.
+    """
+    text = environ.get(DRAIN_VARIABLE)
+    if not text:
+        return _DRAIN_S
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds <= 86400.0:
+        message = f"the environment variable {DRAIN_VARIABLE} must be a number of seconds from 0 to 86400, got {text!r}"
+        raise ConfigError(message, field=DRAIN_VARIABLE)
+    return seconds
 
 
 def own_version_dir(args: Mapping[str, str]) -> Path:

@@ -69,7 +69,8 @@ LLM_OUTPUTS = (
     TensorSpec("text_window_spans", "TYPE_INT32", [-1, 4]),
     TensorSpec("text_prefix", "TYPE_STRING", [1]),
 )
-TOKENIZER_INPUTS = (TensorSpec("text_input", "TYPE_STRING", [1]), _flag("stop"))
+# Optional, so that the step runs, and refuses, a request without a prompt: else the ensemble ends without a word.
+TOKENIZER_INPUTS = (TensorSpec("text_input", "TYPE_STRING", [1], optional=True), _flag("stop"))
 TOKENIZER_OUTPUTS = (TensorSpec("input_ids", "TYPE_INT32", [-1]),)
 DETOKENIZER_INPUTS = (
     TensorSpec("text_window_ids", "TYPE_INT32", [-1]),
@@ -109,14 +110,7 @@ class RequestTensors:
     def string(self, name: str) -> str | None:
         """The text of a STRING[1] tensor, None if it was not sent."""
         value = self._single(name, np.object_, "STRING")
-        if value is None or isinstance(value, str):
-            return value
-        if not isinstance(value, bytes):
-            raise InvalidRequestError(f"`{name}` must be of type STRING", field=name)
-        try:
-            return value.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise InvalidRequestError(f"`{name}` is not valid UTF-8: {error}", field=name) from error
+        return None if value is None else _text(name, value)
 
     def boolean(self, name: str) -> bool | None:
         """The value of a BOOL[1] tensor, None if it was not sent."""
@@ -131,6 +125,19 @@ class RequestTensors:
         if array.ndim != 1:
             raise InvalidRequestError(f"`{name}` must have one dimension, got shape {list(array.shape)}", field=name)
         return array.tolist()
+
+    def strings(self, name: str) -> list[str]:
+        """The texts of a STRING tensor of any shape; empty if it was not sent."""
+        array = self.array(name, np.object_, "STRING")
+        return [] if array is None else [_text(name, value) for value in array.reshape(-1)]
+
+    def number(self, name: str, dtype: Any, type_name: str) -> int | float | None:
+        """The value of a tensor of one number, None if it was not sent."""
+        value = self._single(name, dtype, type_name)
+        if value is None:
+            return None
+        # The shortest decimal that is this float32: 0.7 rather than 0.699999988.
+        return float(str(value)) if np.issubdtype(dtype, np.floating) else int(value)
 
     def array(self, name: str, dtype: Any, type_name: str) -> np.ndarray | None:
         """A tensor as an array, None if it was not sent. It is a view: copy what must outlive the request."""
@@ -149,6 +156,17 @@ class RequestTensors:
         if array.size != 1:
             raise InvalidRequestError(f"`{name}` must hold one value, got shape {list(array.shape)}", field=name)
         return array.reshape(-1)[0]
+
+
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, bytes):
+        raise InvalidRequestError(f"`{name}` must be of type STRING", field=name)
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"`{name}` is not valid UTF-8: {error}", field=name) from error
 
 
 def string_tensor(name: str, values: list[str]) -> Any:

@@ -73,8 +73,10 @@ class TokenizerModel(_TextModel):
         return self._answer_all(requests, self._encode)
 
     def _encode(self, tensors: RequestTensors) -> Any:
-        text = tensors.string("text_input") or ""
+        text = tensors.string("text_input")
         # A request that only cancels another has no prompt of its own.
+        if text is None and not tensors.boolean("stop"):
+            raise InvalidRequestError("`text_input` is missing: give the prompt", field="text_input")
         if not text and not tensors.boolean("stop"):
             raise InvalidRequestError("`text_input` is empty: give at least one character", field="text_input")
         return int_tensor("input_ids", self._tokenizer.encode(text) if text else [])

@@ -232,7 +232,7 @@ def test_shutdown_lets_live_requests_finish(config):
     client = _submit(thread, "a")
     thread.shutdown(30)
     assert client.result()[1].finish_reason == "length"
-    with pytest.raises(EngineDeadError):
+    with pytest.raises(OverloadedError, match="shutting down"):
         _submit(thread, "b")
 
 
@@ -271,6 +271,38 @@ def test_a_full_waiting_list_is_overload(config):
         _submit(thread, "one too many")
     thread.start()
     assert [client.result()[1].finish_reason for client in clients] == ["length"] * 3
+    thread.shutdown(0)
+
+
+@pytest.mark.parametrize("end", ["room", "drain"])
+def test_a_submitter_may_wait_for_room(config, end):
+    engine = Engine(dataclasses.replace(config, max_num_seqs=1, max_waiting_requests=1))
+    thread = EngineThread(engine)
+    clients = [_submit(thread, str(i), LONG) for i in range(2)]
+    outcome: queue.Queue = queue.Queue()
+
+    def submit() -> None:
+        client = Client()
+        try:
+            thread.submit(engine.make_request("third", [1, 2], GREEDY), client.items.put, wait=True)
+            outcome.put(client)
+        except OverloadedError as error:
+            outcome.put(error)
+
+    waiter = threading.Thread(target=submit)
+    waiter.start()
+    with pytest.raises(queue.Empty):
+        outcome.get(timeout=0.1)
+    thread.start()
+    if end == "drain":
+        thread.drain(0)
+    waiter.join(30)
+    answer = outcome.get(timeout=5)
+    if end == "drain":
+        assert isinstance(answer, OverloadedError)
+    else:
+        assert answer.result()[1].finish_reason == "length"
+        assert clients[0].result()[1].finish_reason == "length"
     thread.shutdown(0)
 
 

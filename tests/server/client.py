@@ -80,7 +80,8 @@ class Call:
     ) -> None:
         self._events: queue.Queue = queue.Queue()
         self._client = grpc.InferenceServerClient(url)
-        self._client.start_stream(lambda result, error: self._events.put((result, error)))
+        # Stamped on arrival: the test may look much later.
+        self._client.start_stream(lambda result, error: self._events.put((result, error, time.monotonic())))
         self.times: list[float] = []
         self._answer = Answer()
         if params is not None:
@@ -99,10 +100,10 @@ class Call:
         Raises:
             InferenceServerException: it is an error.
         """
-        result, error = self._events.get(timeout=timeout)
+        result, error, arrived = self._events.get(timeout=timeout)
         if error is not None:
             raise error
-        self.times.append(time.monotonic())
+        self.times.append(arrived)
         response = result.get_response()
         tensors = {output.name: result.as_numpy(output.name).tolist() for output in response.outputs}
         if tensors:
@@ -172,8 +173,8 @@ def events(body: str) -> list[dict[str, Any]]:
     return [json.loads(line[len("data: ") :]) for line in body.splitlines() if line.startswith("data: ")]
 
 
-def gauges(metrics_url: str) -> dict[str, float]:
-    """The engine model's gauges: `running`, `waiting`, `used`, `free` (cached or empty)."""
+def gauges(metrics_url: str, model: str | None = None) -> dict[str, float]:
+    """The gauges of an engine model (None: the first): `running`, `waiting`, `used`, `free` (cached or empty)."""
     text = urllib.request.urlopen(f"http://{metrics_url}/metrics", timeout=10).read().decode()
     patterns = {
         "running": r"^vllm:num_requests_running\{.*?\} (\S+)$",
@@ -182,15 +183,16 @@ def gauges(metrics_url: str) -> dict[str, float]:
         "cached": r'^paged_kv_blocks\{.*?state="cached".*?\} (\S+)$',
         "empty": r'^paged_kv_blocks\{.*?state="empty".*?\} (\S+)$',
     }
+    text = "\n".join(line for line in text.splitlines() if model is None or f'model="{model}"' in line)
     found = {name: float(re.search(pattern, text, re.MULTILINE)[1]) for name, pattern in patterns.items()}
     return {**found, "free": found["cached"] + found["empty"]}
 
 
-def wait_for(metrics_url: str, timeout: float = 30.0, **wanted: float) -> float:
+def wait_for(metrics_url: str, model: str | None = None, timeout: float = 30.0, **wanted: float) -> float:
     """Wait until the gauges have the wanted values; returns how many seconds it took."""
     began = time.monotonic()
     while True:
-        now = gauges(metrics_url)
+        now = gauges(metrics_url, model)
         if all(now[name] == value for name, value in wanted.items()):
             return time.monotonic() - began
         assert time.monotonic() - began < timeout, f"{now} never became {wanted}"
@@ -206,7 +208,14 @@ def _input(name: str, value: Any) -> grpc.InferInput:
         value = np.array([value])
     elif isinstance(value, list):
         value = np.array(value, dtype=np.int32)
-    types = {"object": "BYTES", "bool": "BOOL", "int32": "INT32", "int64": "INT64", "float32": "FP32"}
+    types = {
+        "object": "BYTES",
+        "bool": "BOOL",
+        "int32": "INT32",
+        "int64": "INT64",
+        "uint64": "UINT64",
+        "float32": "FP32",
+    }
     tensor = grpc.InferInput(name, list(value.shape), types[str(value.dtype)])
     tensor.set_data_from_numpy(value)
     return tensor

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -122,18 +123,25 @@ class Launched:
         assert not left, f"files left: {left}"
 
 
+def copy_repository(folder: Path, **arguments: Any) -> Path:
+    """A copy of the project's model repository in `folder`, with these engine arguments.
+
+    In float32, whatever the CPU can do: in bfloat16 near-ties fall differently with the neighbours in a batch, and
+    these tests compare texts.
+    """
+    repository = folder / "model_repository"
+    shutil.copytree(ROOT / "model_repository", repository, ignore=shutil.ignore_patterns("__pycache__"))
+    path = repository / "paged_llm" / "1" / "model.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": "float32", **arguments}))
+    return repository
+
+
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
-    """The project's model repository with the demo model: `.http_url .grpc_url .metrics_url .pid`.
-
-    In float32, whatever this machine would choose: in bfloat16 a text may depend on who else is in the batch.
-    """
-    log = tmp_path_factory.mktemp("served") / "log"
-    repository = log.parent / "model_repository"
-    shutil.copytree(ROOT / "model_repository", repository, ignore=shutil.ignore_patterns("__pycache__"))
-    arguments = repository / "paged_llm" / "1" / "model.json"
-    arguments.write_text(json.dumps({**json.loads(arguments.read_text()), "dtype": "float32"}))
-    launched = Launched(log, f"--model-repository={repository}", f"--model={DEMO_MODEL}")
+    """The project's model repository with the demo model: `.http_url .grpc_url .metrics_url .pid`."""
+    folder = tmp_path_factory.mktemp("served")
+    repository = copy_repository(folder)
+    launched = Launched(folder / "log", f"--model-repository={repository}", f"--model={DEMO_MODEL}")
     try:
         yield launched.wait_ready(timeout=240.0)
     finally:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import http.client
 import json
-import shutil
 import time
 
 import pytest
-from server.client import GREEDY, ROOT, Call, ask, wait_for
-from server.conftest import Launched
+from server.client import GREEDY, Call, ask, wait_for
+from server.conftest import Launched, copy_repository
 
 pytestmark = pytest.mark.server
 
@@ -23,12 +22,13 @@ FOREVER = {**GREEDY, "max_tokens": None, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def tight(tmp_path_factory):
     """Two sequences at a time, eight tokens a step, 1024 KV slots."""
-    repository = tmp_path_factory.mktemp("tight") / "models"
-    shutil.copytree(ROOT / "model_repository", repository, ignore=shutil.ignore_patterns("__pycache__"))
-    arguments = {"num_kv_blocks": BLOCKS, "block_size": BLOCK_SIZE, "max_num_seqs": 2, "max_num_batched_tokens": 8}
-    path = repository / "paged_llm" / "1" / "model.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **arguments, "check_integrity": True}))
-    server = Launched(repository.parent / "log", f"--model-repository={repository}")
+    folder = tmp_path_factory.mktemp("tight")
+    repository = copy_repository(
+        folder,
+        **{"num_kv_blocks": BLOCKS, "block_size": BLOCK_SIZE, "max_num_seqs": 2, "max_num_batched_tokens": 8},
+        check_integrity=True,
+    )
+    server = Launched(folder / "log", f"--model-repository={repository}")
     try:
         server.wait_ready(timeout=240.0)
         wait_for(server.metrics_url, used=0, free=BLOCKS)

@@ -107,6 +107,14 @@ def test_cancel(served: Any) -> None:
     assert "the server runs 0 requests, as before" in printed
 
 
+def test_cancel_in_the_ensemble(served: Any) -> None:
+    arguments = ["--model", "paged_ensemble", "--url", served.grpc_url, "--metrics-url", served.metrics_url]
+    printed = succeed("cancel", *arguments)
+    assert "ended by a `stop` with the same request id" in printed
+    assert "cancelled by the client" not in printed
+    assert "the server runs 0 requests, as before" in printed
+
+
 def test_many_streams(served: Any) -> None:
     printed = succeed("many_streams", "--streams", "6", "--max-tokens", "12", "--url", served.grpc_url)
     assert re.search(r"^streams +6$", printed, re.MULTILINE)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from server.client import GREEDY, Call, ask, chat
+from server.client import GREEDY, Call, ask, chat, post
 
 pytestmark = pytest.mark.server
 
@@ -47,6 +47,17 @@ def test_an_empty_prompt_reaches_only_its_own_client(served):
     bad = Call(served.grpc_url, "paged_ensemble", {"text_input": ""}).wait()
     assert "`text_input` is empty" in bad.error.message()
     assert neighbour.wait().text == ask(served.grpc_url, "paged_llm", "Once", 8)
+
+
+@pytest.mark.parametrize("inputs", [{}, {"stream": True}, {"sampling_parameters": "{}"}], ids=str)
+def test_a_missing_prompt_is_refused(served, inputs):
+    for endpoint in ("generate", "generate_stream"):
+        status, body = post(served.http_url, "paged_ensemble", endpoint, inputs)
+        assert status == 400
+        assert "`text_input` is missing" in body
+    if inputs:
+        error = Call(served.grpc_url, "paged_ensemble", inputs).wait().error
+        assert "`text_input` is missing" in error.message()
 
 
 def test_text_models_do_not_load_torch(served):

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ import psutil
 import pytest
 
 from paged_backend import cli
-from paged_backend.server import environment, locate, ports, process
+from paged_backend.server import environment, locate, ports, process, scratch
 from paged_backend.server.errors import LaunchError
 from paged_backend.server.log import ServerLog
 from paged_backend.server.progress import Progress
@@ -123,6 +124,14 @@ def test_a_model_that_fails_is_explained_in_few_lines(tmp_path: Path, launch: La
     assert "Traceback" not in launched.output
     launched.assert_gone()
     launched.assert_no_files()
+
+
+@pytest.mark.server
+def test_an_argument_the_server_does_not_know_is_named(tmp_path: Path, launch: Launch) -> None:
+    launched = launch(make_repository(tmp_path), "--", "--bogus-flag")
+    assert launched.wait() == 2
+    assert "unrecognized option '--bogus-flag'" in launched.output
+    assert len(launched.output.splitlines()) < 5
 
 
 @pytest.mark.server
@@ -240,6 +249,16 @@ def test_model_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     line = run_cli(capsys, f"--model-repository={make_repository(tmp_path)}", f"--model={missing}")
     assert str(missing) in line
     assert "does not exist" in line
+
+
+def test_an_empty_model_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = run_cli(capsys, f"--model-repository={make_repository(tmp_path)}", "--model", "")
+    assert "`model` must name a directory, a .gguf file or a model id" in line
+
+
+def test_drain_seconds_out_of_bounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = run_cli(capsys, f"--model-repository={make_repository(tmp_path)}", "--drain-seconds=-1")
+    assert "--drain-seconds -1" in line
 
 
 def test_no_server_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -380,15 +399,70 @@ def test_log_knows_what_loads_and_why_it_failed() -> None:
     assert log.explain() == ["tiny: ValueError: dtype", "  at /repo/tiny/1/model.py(2): initialize"]
 
 
+def test_log_says_the_same_mistake_once() -> None:
+    log = ServerLog()
+    said = r"Internal: TritonModelException: engine argument `x` is not known\n\nAt:\n  /repo/model.py(2): initialize"
+    for model in ("tokenizer", "paged_llm"):
+        log.feed(f"E1129 16:36:42.1 3585 model_lifecycle.cc:642] \"failed to load '{model}' version 1: {said}\"")
+    assert log.explain() == ["tokenizer, paged_llm: engine argument `x` is not known"]
+
+
+def test_log_forgets_the_start_once_ready() -> None:
+    log = ServerLog()
+    log.feed('E1129 16:36:42.1 1 pinned_memory_manager.cc:1] "no pinned memory"')
+    log.started(lambda line: None)
+    assert log.explain() == []
+    log.feed('E1129 16:36:42.1 1 a.cc:1] "the end"')
+    assert log.explain() == ["the end"]
+
+
 def test_log_passes_on_only_problems_once_ready() -> None:
     seen: list[str] = []
     log = ServerLog()
     log.feed('W1129 16:36:42.1 1 a.cc:1] "before"')
-    log.echo_problems(seen.append)
+    log.started(seen.append)
     wanted = ['W1129 16:36:42.1 1 a.cc:1] "after"', "printed by a model"]
     for line in [*wanted, 'I1129 16:36:42.1 1 a.cc:1] "quiet"', "", "Signal (2) received."]:
         log.feed(line)
     assert seen == wanted
+
+
+_HOLD = """
+import sys, time
+from paged_backend.server.scratch import scratch_folder
+with scratch_folder(sys.argv[1]) as folder:
+    print(folder, flush=True)
+    time.sleep(300)
+"""
+
+
+def test_the_next_launcher_sweeps_what_a_killed_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = process.new_region_prefix()
+    region = Path("/dev/shm") / f"{prefix}region"
+    environ = os.environ | {"TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", _HOLD, prefix]
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    somebody_elses = tmp_path / "paged-backend-notes"
+    somebody_elses.mkdir()
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        folder = Path(launcher.stdout.readline().strip())
+        assert f"-{launcher.pid}-" in folder.name
+        region.touch()
+        try:
+            assert scratch.sweep() == [], "its launcher lives"
+            launcher.kill()
+            launcher.wait()
+            assert folder.is_dir()
+            with scratch.scratch_folder(process.new_region_prefix()) as mine:
+                assert mine.is_dir()
+                assert not folder.exists()
+                assert not region.exists()
+            assert not mine.exists()
+        finally:
+            launcher.kill()
+            region.unlink(missing_ok=True)
+    assert somebody_elses.is_dir()
 
 
 def test_progress_draws_one_line_on_a_terminal_and_few_elsewhere() -> None:

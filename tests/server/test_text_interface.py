@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from server.client import GREEDY, TEXT_MODELS, Call, ask, chat, events, post
 
@@ -174,3 +175,45 @@ def test_several_outputs(served):
     assert joined == texts
     answer = Call(served.grpc_url, "paged_ensemble", inputs, parameters).wait()
     assert "`n` > 1 is not supported in the ensemble" in answer.error.message()
+
+
+# --- TensorRT-LLM's names ---
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+def test_a_client_of_the_tensorrt_llm_backend(served, model):
+    expected = ask(served.grpc_url, model, QUESTION, 8)
+    word = np.array([expected.split()[-1].encode(), b""], dtype=np.object_)
+    tensors = {
+        "text_input": QUESTION,
+        "stream": True,
+        "max_tokens": np.array([8], np.int32),
+        "temperature": np.array([0.0], np.float32),
+    }
+    assert Call(served.grpc_url, model, tensors).wait().text == expected
+    cut = Call(served.grpc_url, model, {**tensors, "stop_words": word}).wait().text
+    assert cut == expected[: expected.index(word[0].decode())]
+    seeded = {**tensors, "temperature": np.array([1.5], np.float32), "random_seed": np.array([7], np.uint64)}
+    texts = {Call(served.grpc_url, model, seeded).wait().text for _ in range(2)}
+    assert len(texts) == 1
+    both = Call(served.grpc_url, model, {**tensors, "request_output_len": np.array([8], np.int32)}).wait()
+    assert "`max_tokens` or `request_output_len`, not both" in both.error.message()
+
+
+def test_log_probabilities_by_tensorrt_llms_flag(served):
+    inputs = {"text_input": "Once", "return_log_probs": True, "max_tokens": np.array([2], np.int32)}
+    answer = Call(served.grpc_url, "paged_llm", inputs).wait()
+    assert answer.joined("cumulative_logprob")[0] < 0
+    assert len(json.loads(answer.joined("logprobs")[0])) == 2
+
+
+def test_beams_by_tensorrt_llms_name(served):
+    inputs = {"text_input": "Once upon a", "exclude_input_in_output": True, "beam_width": np.array([2], np.int32)}
+    texts = Call(served.grpc_url, "paged_llm", {**inputs, "max_tokens": np.array([3], np.int32)}).wait()
+    assert len(set(texts.joined("text_output"))) == 2
+
+
+def test_fractions_over_http(served):
+    """Where a field has the name of a tensor it becomes one."""
+    body = {"text_input": "Once", "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "seed": 1, "stop_words": ["x"]}
+    assert post(served.http_url, "paged_llm", "generate", body)[0] == 200

@@ -11,6 +11,7 @@ from paged_backend.errors import InvalidRequestError, UnsupportedError
 from paged_backend.model_source import resolve_model
 from paged_backend.sampling_params import SamplingParams
 from paged_backend.tokenizer import Tokenizer
+from paged_backend.triton_adapter.aliases import ALIAS_INPUTS
 from paged_backend.triton_adapter.parse import is_stop, parse_request, stop_options
 from paged_backend.triton_adapter.pb import printable
 from paged_backend.triton_adapter.tensors import LLM_OUTPUTS
@@ -32,7 +33,8 @@ class Tensor:
 class Request:
     """The part of the stub's InferenceRequest that parsing reads; values are given as Python ones."""
 
-    def __init__(self, parameters=None, outputs=ALL_OUTPUTS, **tensors):
+    def __init__(self, parameters=None, outputs=ALL_OUTPUTS, timeout_us=0, **tensors):
+        self._timeout_us = timeout_us
         self._parameters = parameters
         self._outputs = outputs
         self._tensors = [Tensor(name, self._array(value)) for name, value in tensors.items()]
@@ -52,6 +54,9 @@ class Request:
 
     def parameters(self):
         return "" if self._parameters is None else json.dumps(self._parameters)
+
+    def timeout(self):
+        return self._timeout_us
 
     def requested_output_names(self):
         return set(self._outputs)
@@ -355,3 +360,98 @@ def test_what_a_stateless_detokenizer_cannot_do_is_refused():
     text = json.dumps({"spaces_between_special_tokens": False, "skip_special_tokens": False})
     refused(Request(input_ids=[1], sampling_parameters=text, outputs={"text_window_ids"}), UnsupportedError)
     parse_request(Request(input_ids=[1], sampling_parameters=text, outputs={"output_ids"}))
+
+
+# --- deadlines and priority ---
+
+
+@pytest.mark.parametrize(
+    ("timeout_us", "parameters", "seconds"),
+    [(0, {}, None), (250_000, {}, 0.25), (0, {"timeout": 1_500_000}, 1.5), (250_000, {"timeout": 1}, 0.25)],
+)
+def test_timeouts_are_microseconds(timeout_us, parameters, seconds):
+    request = Request(parameters, timeout_us=timeout_us, text_input="Hi", sampling_parameters="{}")
+    assert parse_request(request).timeout_s == seconds
+
+
+@pytest.mark.parametrize("timeout", ["soon", -1, 1.5, True])
+def test_bad_timeouts(timeout):
+    assert refused(Request({"timeout": timeout}, text_input="Hi")).field == "timeout"
+
+
+def test_priority_has_a_name_of_its_own():
+    sent = {"paged_priority": 3, "priority": 7}
+    assert parse_request(Request(sent, text_input="Hi")).params.priority == 3
+    assert parse_request(Request(sent, text_input="Hi", sampling_parameters="{}")).params.priority == 3
+    spoken = '{"priority": 5}'
+    assert parse_request(Request(sent, text_input="Hi", sampling_parameters=spoken)).params.priority == 5
+    assert refused(Request({"paged_priority": "high"}, text_input="Hi")).field == "priority"
+
+
+# --- TensorRT-LLM's names ---
+
+FP32 = np.float32
+ALIASES = [
+    ({"max_tokens": [7]}, {"max_tokens": 7}),
+    ({"request_output_len": [7]}, {"max_tokens": 7}),
+    ({"temperature": np.array([0.7], FP32)}, {"temperature": 0.7}),
+    ({"top_k": [4], "top_p": np.array([0.9], FP32)}, {"top_k": 4, "top_p": 0.9}),
+    ({"runtime_top_k": [4], "runtime_top_p": np.array([0.0], FP32)}, {"top_k": 4}),
+    ({"random_seed": np.array([2**63], np.uint64)}, {"seed": 2**63}),
+    ({"seed": np.array([5], np.uint64)}, {"seed": 5}),
+    ({"stop_words": np.array([b"a", b"", b"b"], object)}, {"stop": ["a", "b"]}),
+    ({"stop_words": np.array([b""], object)}, {}),
+    ({"bad_words": np.array([b""], object)}, {}),
+    ({"repetition_penalty": np.array([1.1], FP32)}, {"repetition_penalty": 1.1}),
+    ({"presence_penalty": np.array([0.5], FP32)}, {"presence_penalty": 0.5}),
+    ({"frequency_penalty": np.array([0.5], FP32)}, {"frequency_penalty": 0.5}),
+    ({"num_return_sequences": [2]}, {"n": 2}),
+    ({"beam_width": [1]}, {}),
+    ({"beam_width": [3]}, {"use_beam_search": True, "beam_width": 3, "n": 3, "temperature": 0.0}),
+    (
+        {"beam_width": [3], "num_return_sequences": [2], "length_penalty": np.array([2.0], FP32)},
+        {"use_beam_search": True, "beam_width": 3, "n": 2, "temperature": 0.0, "length_penalty": 2.0},
+    ),
+]
+
+
+@pytest.mark.parametrize(("tensors", "meant"), ALIASES, ids=str)
+def test_tensors_with_tensorrt_llms_names(tensors, meant):
+    assert parse_request(Request(text_input="Hi", **tensors)).params == SamplingParams.from_mapping(meant)
+
+
+def test_every_alias_is_declared_and_tested():
+    tested = {name for tensors, _ in ALIASES for name in tensors}
+    # Parameters of their own: see the sampling parameters' tests.
+    assert tested | {"min_tokens", "min_length", "return_log_probs"} == {spec.name for spec in ALIAS_INPUTS}
+
+
+def test_precedence_of_aliases():
+    tensor = {"max_tokens": [7], "top_k": [4]}
+    params = parse_request(Request({"max_tokens": 3, "seed": 1}, text_input="Hi", **tensor)).params
+    assert (params.max_tokens, params.top_k, params.seed) == (7, 4, 1)
+    spoken = '{"max_tokens": 9}'
+    params = parse_request(Request({"seed": 1}, text_input="Hi", sampling_parameters=spoken, **tensor)).params
+    assert (params.max_tokens, params.top_k, params.seed) == (9, 4, None)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "field"),
+    [
+        ({"max_tokens": [7], "request_output_len": [7]}, "request_output_len"),
+        ({"max_tokens": [0]}, "max_tokens"),
+        ({"max_tokens": [1, 2]}, "max_tokens"),
+        ({"max_tokens": np.array([1.0], FP32)}, "max_tokens"),
+        ({"beam_width": [0]}, "beam_width"),
+        ({"temperature": np.array([np.nan], FP32)}, "temperature"),
+        ({"stop_words": np.array([b"\xff"], object)}, "stop_words"),
+    ],
+    ids=str,
+)
+def test_bad_aliases_are_named(tensors, field):
+    assert refused(Request(text_input="Hi", **tensors)).field == field
+
+
+def test_return_log_probs_asks_for_both():
+    options = parse_request(Request(text_input="Hi", return_log_probs=True)).options
+    assert options.outputs == {"text_output", "logprobs", "cumulative_logprob"}

@@ -11,8 +11,11 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
+from paged_backend.engine.detokenizer import OutputText
 from paged_backend.engine.outputs import Logprob, SequenceDelta, TextSpan
 from paged_backend.errors import EngineDeadError, InvalidRequestError, OverloadedError, UnsupportedError
+from paged_backend.request import Request
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.triton_adapter.parse import ResponseOptions
 from paged_backend.triton_adapter.pb import triton_error
 from paged_backend.triton_adapter.sender import ResponseStream, SenderThread
@@ -77,16 +80,16 @@ class Sender:
         return [r.tensors["text_output"][0].decode() for r in self.sent if r.error is None]
 
 
-def make_stream(sender, outputs=TEXT, stream=True, prefix="", schedule=lambda stream: None, **options):
+def make_stream(sender, outputs=TEXT, stream=True, prefix="", schedule=lambda stream: None, interval=1, **options):
     closed = []
     result = ResponseStream(
-        "1:",
+        Request("1:", [1, 2, 3, 4, 5], SamplingParams(), seed=0, max_total_tokens=10),
         "",
         sender,
         ResponseOptions(stream, frozenset(outputs), prefix, **options),
-        5,
         schedule=schedule,
         on_close=closed.append,
+        interval=interval,
     )
     return result, closed
 
@@ -146,6 +149,51 @@ def test_pieces_that_pile_up_are_merged():
     stream.flush()
     assert sender.texts == ["abc", "d"]
     assert len(scheduled) == 2
+
+
+def test_a_stream_interval_gathers_tokens_after_the_first():
+    sender = Sender()
+    stream, _ = make_stream(sender, interval=3)
+    for letter in "abcdefg":
+        stream.sink(delta(letter))
+        stream.flush()
+    assert sender.texts == ["a", "bcd", "efg"]
+    stream.sink(delta("h"))
+    stream.flush()
+    stream.sink(delta("i", finish="length", last=True))
+    stream.flush()
+    assert sender.texts == ["a", "bcd", "efg", "hi"]
+    assert sender.finals == 1
+
+
+@pytest.mark.parametrize(("events", "reason", "tokens"), [
+    ([delta("a"), delta("b", finish="stop", last=True)], "stop", 2),
+    ([delta("a"), delta("", ids=(), finish="abort", last=True)], "abort", 1),
+    ([delta("", ids=(), finish="timeout", last=True)], "timeout", 0),
+    ([delta("a"), EngineDeadError("x")], "error", 1),
+])  # fmt: skip
+def test_what_became_of_a_request_is_recorded(events, reason, tokens):
+    stream, _ = make_stream(Sender())
+    for event in events:
+        stream.sink(event)
+    stream.flush()
+    record = stream.record()
+    assert (record.finish_reason, record.prompt_tokens, record.generation_tokens) == (reason, 5, tokens)
+    assert (record.first_token_s is None) == (tokens == 0)
+    assert (record.per_token_s is None) == (tokens < 2)
+    assert record.first_token_s is None or 0 <= record.first_token_s <= record.total_s < 5
+
+
+def test_a_passed_timeout_is_an_error():
+    sender = Sender()
+    stream, _ = make_stream(sender)
+    stream.sink(delta("a"))
+    stream.flush()
+    stream.sink(delta("", ids=(), finish="timeout", last=True))
+    stream.flush()
+    assert sender.texts == ["a"]
+    assert [r.error.code for r in sender.sent if r.error] == ["UNAVAILABLE"]
+    assert sender.finals == 1
 
 
 def test_steps_without_text_wait_and_lose_no_tokens():
@@ -325,7 +373,8 @@ def test_merged_windows_decode_to_the_merged_text(skip):
     outputs = {"text_window_ids", "text_window_spans", "text_prefix"}
     sender = Sender()
     options = ResponseOptions(False, frozenset(outputs), "Q: ", skip)
-    stream = ResponseStream("1:", "", sender, options, 1, schedule=lambda s: None, on_close=lambda s: None)
+    request = Request("1:", [1], SamplingParams(), seed=0, max_total_tokens=10)
+    stream = ResponseStream(request, "", sender, options, schedule=lambda s: None, on_close=lambda s: None)
     stream.sink(delta("ab", span=TextSpan([ord("a"), ord("b")], 0, 2)))
     stream.sink(delta(""))
     stream.sink(delta("c", span=TextSpan([ord("b"), ord("c"), ord("d")], 1, 2)))
@@ -333,6 +382,49 @@ def test_merged_windows_decode_to_the_merged_text(skip):
     stream.flush()
     response = run_model(DetokenizerModel, **sender.sent[0].tensors)
     assert response.tensors["text_output"].tolist() == [b"Q: abce"]
+
+
+class Bytes:
+    """A token per byte, so that most characters are split over tokens."""
+
+    def decode(self, ids, skip_special_tokens=True):
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 8])
+@pytest.mark.parametrize("text", ["🌶읽ส한", "Café 123 😊", "naïve 読む สวัสดี 한국어", "plain"])
+def test_however_many_tokens_a_response_holds_the_text_is_the_same(text, interval):
+    """As text, and as windows through the stateless detokenizer."""
+    outputs = {"text_output", "text_window_ids", "text_window_spans", "output_ids"}
+    sender = Sender()
+    stream, _ = make_stream(sender, outputs, interval=interval)
+    state = OutputText(Bytes(), SamplingParams())
+    ids = list(text.encode())
+    for position, token_id in enumerate(ids):
+        said, _ = state.append(token_id)
+        stream.sink(delta(said, ids=[token_id], span=state.span(len(said))))
+        stream.flush()
+        if position == 0:
+            assert len(sender.sent) == bool(said)
+    said, _ = state.finish()
+    stream.sink(delta(said, ids=[], finish="stop", last=True, span=state.span(len(said))))
+    stream.flush()
+    assert sender.finals == 1
+    assert "".join(sender.texts) == text
+    assert all(sender.texts[:-1])
+    assert [i for r in sender.sent for i in r.tensors["output_ids"]] == ids
+    windows = [
+        _decode_windows(Bytes(), r.tensors["text_window_ids"], r.tensors["text_window_spans"]) for r in sender.sent
+    ]
+    assert windows == sender.texts
+
+
+def _decode_windows(tokenizer, ids, rows):
+    model = DetokenizerModel()
+    model._tokenizer = tokenizer
+    tensors = [Tensor("text_window_ids", ids), Tensor("text_window_spans", rows)]
+    (response,) = model.execute([SimpleNamespace(inputs=lambda: tensors)])
+    return response.tensors["text_output"][0].decode()
 
 
 def test_a_response_without_text_has_empty_windows():

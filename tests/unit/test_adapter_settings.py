@@ -6,8 +6,18 @@ import json
 
 import pytest
 
+from paged_backend.config import EngineConfig
 from paged_backend.errors import ConfigError
-from paged_backend.triton_adapter.settings import MODEL_VARIABLE, engine_arguments, engine_version_dir, own_version_dir
+from paged_backend.triton_adapter.devices import claim_device
+from paged_backend.triton_adapter.settings import (
+    MODEL_VARIABLE,
+    ServingSettings,
+    drain_seconds,
+    engine_arguments,
+    engine_version_dir,
+    own_version_dir,
+    serving_settings,
+)
 
 
 @pytest.fixture
@@ -49,3 +59,78 @@ def test_an_unusable_model_json_is_named(tmp_path, content):
         (tmp_path / "model.json").write_text(content)
     with pytest.raises(ConfigError, match=r"model\.json"):
         engine_arguments(tmp_path, {})
+
+
+# --- how it is served ---
+
+
+def _version(folder, **values):
+    (folder / "model.json").write_text(json.dumps({"model": "m", **values}))
+    return folder
+
+
+def test_serving_settings_are_no_engine_arguments(tmp_path):
+    folder = _version(tmp_path, stream_interval=4, when_full="block", max_num_seqs=3)
+    assert serving_settings(folder) == ServingSettings(stream_interval=4, when_full="block")
+    assert engine_arguments(folder, {}) == {"model": "m", "max_num_seqs": 3}
+    assert serving_settings(_version(tmp_path)) == ServingSettings()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("stream_interval", 0), ("stream_interval", True), ("when_full", "drop"), ("when_full", None)]
+)
+def test_bad_serving_settings_are_named(tmp_path, name, value):
+    with pytest.raises(ConfigError, match=f"`{name}`") as info:
+        serving_settings(_version(tmp_path, **{name: value}))
+    assert info.value.field == name
+
+
+@pytest.mark.parametrize(("text", "seconds"), [(None, 5.0), ("", 5.0), ("0", 0.0), ("2.5", 2.5)])
+def test_drain_seconds(text, seconds):
+    assert drain_seconds({} if text is None else {"PAGED_BACKEND_DRAIN_SECONDS": text}) == seconds
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
+def test_bad_drain_seconds(text):
+    with pytest.raises(ConfigError, match="PAGED_BACKEND_DRAIN_SECONDS"):
+        drain_seconds({"PAGED_BACKEND_DRAIN_SECONDS": text})
+
+
+# --- instance groups ---
+
+
+def _instance(kind, device_id="0", **group):
+    config = json.dumps({"instance_group": [group]} if group else {})
+    return {"model_config": config, "model_instance_kind": kind, "model_instance_device_id": device_id}
+
+
+@pytest.mark.parametrize(
+    ("kind", "visible", "device", "shown"),
+    [
+        ("MODEL", None, "auto", None),
+        ("CPU", None, "cpu", None),
+        ("GPU", None, "cuda", "1"),
+        ("GPU", "4,6", "cuda", "6"),
+        ("GPU", "GPU-aaaa, GPU-bbbb", "cuda", "GPU-bbbb"),
+    ],
+)
+def test_instance_kinds(kind, visible, device, shown):
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    config = claim_device(EngineConfig(), _instance(kind, "1"), environ)
+    assert config.device == device
+    assert environ.get("CUDA_VISIBLE_DEVICES") == shown
+
+
+@pytest.mark.parametrize(
+    ("config", "args", "field"),
+    [
+        (EngineConfig(), _instance("MODEL", count=2), "instance_group"),
+        (EngineConfig(device="cuda"), _instance("CPU"), "device"),
+        (EngineConfig(device="cpu"), _instance("GPU"), "device"),
+        (EngineConfig(), _instance("GPU", "3"), "instance_group"),
+    ],
+)
+def test_instance_groups_that_do_not_fit(config, args, field):
+    with pytest.raises(ConfigError) as info:
+        claim_device(config, args, {"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert info.value.field == field

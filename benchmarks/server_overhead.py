@@ -1,0 +1,183 @@
+"""What Triton Server and gRPC cost: the same load on the engine alone and through a server, in one run.
+
+    python benchmarks/server_overhead.py [--model MODEL] [--streams 32] [--tokens 64] [--rounds 3]
+
+Prints the tokens per second of `--streams` concurrent streams, and the median time to the first token (TTFT) of one
+stream at a time, both ways. Rounds alternate between the two, so that a machine that changes its speed changes both.
+The clients share the machine with the server: on few cores, what they use is part of the difference. Each prompt is
+used once, so no round profits from another's prefix cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+# `python benchmarks/server_overhead.py` puts only this file's folder on the path.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "client_examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import Request
+
+from paged_backend.config import DEFAULT_MODEL, EngineConfig
+from paged_backend.engine.engine import Engine
+from paged_backend.model_source import resolve_model
+from paged_backend.sampling_params import SamplingParams
+
+ROOT = Path(__file__).resolve().parents[1]
+READY_SECONDS = 600
+TOPICS = ("rivers", "bread", "the moon", "chess", "bees", "bridges", "glass", "rain")
+_numbers = itertools.count(1000)
+
+
+def fresh_prompt() -> str:
+    """A prompt that differs from all others in its first words."""
+    number = next(_numbers)
+    return f"{number}. Write a text about {TOPICS[number % len(TOPICS)]} and about the number {number}."
+
+
+class EngineAlone:
+    """The load on the engine in this process, as `LLM.generate` runs it."""
+
+    def __init__(self, config: EngineConfig, tokens: int) -> None:
+        self._engine = Engine(config)
+        self._params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+
+    def together(self, streams: int) -> int:
+        """Run `streams` requests at once; returns how many tokens came."""
+        for _ in range(streams):
+            self._add(self._params)
+        tokens = 0
+        while self._engine.has_unfinished_requests():
+            tokens += sum(len(delta.token_ids) for delta in self._engine.step())
+        return tokens
+
+    def first_token(self) -> float:
+        """Seconds to the first token of a single request."""
+        began = time.perf_counter()
+        self._add(SamplingParams(temperature=0, max_tokens=1))
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        """Free the model."""
+        self._engine.close()
+
+    def _add(self, params: SamplingParams) -> None:
+        self._engine.add_request(self._engine.make_request(str(next(_numbers)), fresh_prompt(), params))
+
+
+class ThroughServer:
+    """The load through gRPC streams, each on a connection of its own."""
+
+    def __init__(self, url: str, tokens: int) -> None:
+        self._url = url
+        self._tokens = tokens
+
+    def together(self, streams: int) -> int:
+        """Run `streams` requests at once; returns how many tokens came."""
+        with ThreadPoolExecutor(streams) as pool:
+            return sum(pool.map(lambda _: self._stream(self._tokens)[1], range(streams)))
+
+    def first_token(self) -> float:
+        """Seconds to the first token of a single request, its connection made before."""
+        return self._stream(1)[0]
+
+    def _stream(self, tokens: int) -> tuple[float, int]:
+        inputs = {
+            "text_input": fresh_prompt(),
+            "stream": True,
+            "return_num_output_tokens": True,
+            "sampling_parameters": json.dumps({"temperature": 0, "max_tokens": tokens, "ignore_eos": True}),
+        }
+        with contextlib.closing(Request(self._url, READY_SECONDS)) as request:
+            request.is_for_ensemble("paged_llm")
+            began = time.perf_counter()
+            first, received = 0.0, 0
+            for result in request.start("paged_llm", inputs, ["text_output", "num_output_tokens"]):
+                first = first or time.perf_counter() - began
+                received += int(result.as_numpy("num_output_tokens").sum())
+        return first, received
+
+
+@contextlib.contextmanager
+def server(model: str) -> Iterator[str]:
+    """A server of the project's model repository on free ports; its gRPC address."""
+    ports = [f"--{service}-port=0" for service in ("http", "grpc", "metrics")]
+    command = [sys.executable, "-m", "paged_backend.cli", "serve", f"--model={model}", *ports]
+    with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log) as process:
+        try:
+            deadline = time.monotonic() + READY_SECONDS
+            while (found := re.search(r"gRPC (\S+) ", _text(log))) is None:
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise SystemExit(f"the server did not start:\n{_text(log)}")
+                time.sleep(0.2)
+            yield found[1]
+        finally:
+            process.terminate()
+
+
+def _text(log: object) -> str:
+    log.seek(0)  # type: ignore[attr-defined]
+    return log.read()  # type: ignore[attr-defined]
+
+
+def tokens_per_second(run: Callable[[int], int], streams: int) -> float:
+    """How fast a load gives tokens."""
+    began = time.perf_counter()
+    return run(streams) / (time.perf_counter() - began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=64, help="of each stream (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--singles", type=int, default=20, help="requests per round for TTFT (default: %(default)s)")
+    parsed = parser.parse_args()
+    model = str(resolve_model(parsed.model).path)
+    engine = EngineAlone(EngineConfig(model=model), parsed.tokens)
+    rates: dict[str, list[float]] = {"engine": [], "server": []}
+    firsts: dict[str, list[float]] = {"engine": [], "server": []}
+    with server(model) as url:
+        ways = {"engine": engine, "server": ThroughServer(url, parsed.tokens)}
+        for way in ways.values():
+            way.together(2)
+        for _ in range(parsed.rounds):
+            for name, way in ways.items():
+                rates[name].append(tokens_per_second(way.together, parsed.streams))
+                firsts[name] += [way.first_token() for _ in range(parsed.singles)]
+    engine.close()
+    report(rates, firsts, parsed.streams)
+
+
+def report(rates: dict[str, list[float]], firsts: dict[str, list[float]], streams: int) -> None:
+    """Print both measurements and their relation."""
+    speed = {name: statistics.median(values) for name, values in rates.items()}
+    ttft = {name: statistics.median(values) * 1000 for name, values in firsts.items()}
+    for name in rates:
+        rounds = ", ".join(f"{value:.1f}" for value in rates[name])
+        print(f"{name:>6}  {speed[name]:8.1f} tokens/s with {streams} streams (rounds: {rounds})")
+        print(f"{name:>6}  {ttft[name]:8.2f} ms median TTFT of single streams ({len(firsts[name])} requests)")
+    print(
+        f"through the server: {100 * speed['server'] / speed['engine']:.1f} % of the engine's tokens per second, ",
+        end="",
+    )
+    print(f"{ttft['server'] - ttft['engine']:+.2f} ms TTFT")
+
+
+if __name__ == "__main__":
+    main()
