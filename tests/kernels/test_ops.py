@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_cases import make_batch, make_caches, run
 
-from paged_kernels import ops
+from paged_kernels import backends, ops
 
 SIZES = {"heads": 2, "group": 3, "dim": 64, "page": 16}
 
@@ -42,7 +42,7 @@ def test_refused_backends(monkeypatch):
         ops.resolve_backend("flash", "cpu")
     with pytest.raises(ValueError, match="CPU tensors"):
         ops.resolve_backend("cpu", "cuda")
-    monkeypatch.setattr(ops.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="'numba', which is not installed"):
         ops.resolve_backend("auto", "cpu")
 

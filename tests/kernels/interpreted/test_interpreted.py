@@ -21,7 +21,9 @@ from kernel_cases import (
     window_sizes,
 )
 
-from paged_kernels.decode_attention import choose_splits, decode_attention
+from paged_kernels.arguments import Options
+from paged_kernels.decode_attention import decode_attention
+from paged_kernels.split_rule import choose_splits
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 
@@ -60,7 +62,15 @@ def test_splits_agree(page, splits):
     out = torch.full_like(batch["query"], 7.0)
     names = ("query", "k_cache", "v_cache", "block_tables", "seq_lens")
     decode_attention(
-        *(batch[n] for n in names), scale=batch["scale"], max_seq_len=300, splits=splits, capability=80, out=out
+        *(batch[n] for n in names),
+        None,
+        scale=batch["scale"],
+        max_query_len=1,
+        max_seq_len=300,
+        splits=splits,
+        options=Options(),
+        capability=80,
+        out=out,
     )
     torch.testing.assert_close(out, run(batch, "reference"), **TOLERANCE[torch.float32])
 
