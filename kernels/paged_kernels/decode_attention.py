@@ -74,7 +74,8 @@ def decode_kernel(
     q = tl.load(query + at, mask=inside & busy, other=0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     # The sink counts once: with the first split.
-    row_max, row_sum = start_rows(heads, real & (split == 0), sinks, SINKS, BLOCK_M)
+    with_sink = real & (tokens_of_rows < tl.where(split == 0, BLOCK_M, 0))
+    row_max, row_sum = start_rows(heads, with_sink, sinks, SINKS, BLOCK_M)
     row_slopes = head_slopes(heads, real, slopes, ALIBI, BLOCK_M)
     v_factor = 1.0
     if SCALES == 1:
@@ -171,6 +172,7 @@ def settings(
         "decode", capability=capability, head_dim=head_dim, rows=query * heads, element_size=element_size,
         cache_element_size=cache_element_size or element_size,
     )  # fmt: skip
+    heads = min(heads, launch.rows // query)
     constants = {
         "GROUP": group, "HEADS": heads, "QUERY": query, "HEAD_DIM": head_dim, "PAGE": page, "SPLIT": split,
         "BLOCK_M": launch.rows, "BLOCK_D": padded_head_dim(head_dim), "TILE": launch.tile,

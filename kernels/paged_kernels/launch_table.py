@@ -5,7 +5,8 @@
 kernel        decode, prefill; prefill+ is prefill with an option that takes registers of its own (window, soft-cap,
               ALiBi, quantised cache)
 architecture  80, 90, 100: the nearest one not above the GPU's; consumer GPUs use 80 with their smaller shared memory
-head bytes    padded head dim * element size of the query, rounded up to a class; a head wider than all uses the last
+head bytes    padded head dim * element size of the query, rounded up to a class; a head wider than all uses the last;
+              float32 counts twice, since its products take operands from registers
 rows          query tokens * heads of one program; a class that is missing (it would spill) uses the next smaller one
 tile          tokens of the context per iteration; warps; stages of the software pipeline
 
@@ -37,19 +38,22 @@ TABLE: Table = {
             128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 8, 3)},
             256: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 8, 3)},
             512: {16: (64, 4, 2), 32: (64, 4, 2), 64: (32, 8, 2)},
-            1024: {16: (32, 4, 2), 32: (32, 4, 2), 64: (16, 8, 2)},
+            1024: {16: (16, 4, 2), 32: (16, 4, 2), 64: (16, 8, 2)},
+            2048: {16: (16, 8, 2), 64: (16, 8, 2)},
         },
         90: {
             128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 8, 3)},
             256: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 8, 3)},
             512: {16: (64, 4, 3), 32: (64, 4, 3), 64: (32, 8, 3)},
-            1024: {16: (32, 4, 2), 32: (32, 4, 2), 64: (16, 8, 2)},
+            1024: {16: (16, 4, 2), 32: (16, 4, 2), 64: (16, 8, 2)},
+            2048: {16: (16, 8, 2), 64: (16, 8, 2)},
         },
         100: {
             128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 8, 3)},
             256: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 8, 3)},
             512: {16: (64, 4, 3), 32: (64, 4, 3), 64: (32, 8, 3)},
-            1024: {16: (32, 4, 2), 32: (32, 4, 2), 64: (16, 8, 2)},
+            1024: {16: (16, 4, 2), 32: (16, 4, 2), 64: (16, 8, 2)},
+            2048: {16: (16, 8, 2), 64: (16, 8, 2)},
         },
     },
     "prefill": {
@@ -86,7 +90,7 @@ TABLE: Table = {
             1024: {16: (16, 4, 2), 64: (16, 8, 2)},
         },
         100: {
-            128: {16: (64, 4, 3), 64: (64, 8, 3), 128: (64, 8, 3)},
+            128: {16: (64, 4, 3), 64: (64, 8, 3), 128: (64, 8, 2)},
             256: {16: (64, 4, 3), 64: (64, 8, 3), 128: (64, 8, 3)},
             512: {16: (32, 4, 3), 64: (32, 8, 3)},
             1024: {16: (16, 4, 2), 64: (16, 8, 2)},
@@ -113,25 +117,27 @@ def look_up(
 ) -> Launch:
     """The settings for `rows` rows (rounded up to a class, or the largest class there is) of heads of head_dim.
 
-    Stages and then the tile shrink until queries, scores and the buffered keys and values fit the shared memory of
-    the GPU: a kernel over the limit compiles and then fails at launch.
+    Stages, then the tile, then the rows shrink until queries, scores and the buffered keys and values fit the shared
+    memory of the GPU: a kernel over the limit compiles and then fails at launch.
     """
-    width = padded_head_dim(head_dim) * element_size
-    by_width = table[kernel][_architecture(capability, table[kernel])]
-    by_rows = by_width[_round_up(width, by_width)]
-    chosen = _round_up(rows, by_rows)
-    tile, warps, stages = by_rows[chosen]
     block_d = padded_head_dim(head_dim)
-
-    def shared(tile: int, stages: int) -> int:
-        weights = chosen * tile * element_size
-        return chosen * block_d * element_size + 2 * tile * stages * block_d * cache_element_size + weights
-
+    by_width = table[kernel][_architecture(capability, table[kernel])]
+    by_rows = by_width[_round_up(block_d * element_size * (2 if element_size == 4 else 1), by_width)]
     limit = shared_memory(capability)
-    while stages > 1 and shared(tile, stages) > limit:
-        stages -= 1
-    while tile > 16 and shared(tile, stages) > limit:
-        tile //= 2
+
+    def fits(rows: int, tile: int, stages: int) -> bool:
+        queries_and_weights = rows * (block_d + tile) * element_size
+        return queries_and_weights + 2 * tile * stages * block_d * cache_element_size <= limit
+
+    wanted = _round_up(rows, by_rows)
+    for chosen in sorted((c for c in by_rows if c <= wanted), reverse=True):
+        tile, warps, stages = by_rows[chosen]
+        while stages > 1 and not fits(chosen, tile, stages):
+            stages -= 1
+        while tile > 16 and not fits(chosen, tile, stages):
+            tile //= 2
+        if fits(chosen, tile, stages):
+            break
     return Launch(chosen, tile, warps, stages)
 
 

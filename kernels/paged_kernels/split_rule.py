@@ -4,11 +4,13 @@ A decode step has one program per (sequence, kv head); few long contexts would l
 context is cut into `splits` parts that are combined afterwards. Too many parts cost as well: partial results are
 written and read again, and programs whose part lies behind a short context start for nothing.
 
-The rule estimates the time of each choice in tokens read by one resident program, from two bounds on the makespan of
-independent jobs on m machines, of which the smaller counts:
+The rule estimates the time of each choice, in tokens read by one of m resident programs, by two bounds on the makespan
+of independent jobs, of which the smaller counts. Parts that run last, behind full waves, have fewer neighbours and so
+get more of the memory's bandwidth, here up to twice as much:
 
-    waves     ceil(programs / m) * longest part          exact when all contexts are equally long
-    list      sum of all parts / m + longest part        Graham, "Bounds on Multiprocessing Timing Anomalies" (1969)
+    waves     whole waves of m programs * longest part + the rest of them, which takes at least half as long
+    list      sum of all parts / m + longest part (half of it behind a full wave)
+              after Graham, "Bounds on Multiprocessing Timing Anomalies" (1969)
 
 The nearest-to-best choice with the fewest parts wins. Knows numbers only; waits for no device.
 """
@@ -26,7 +28,7 @@ _PARTIAL_PER_ROW = 2
 # In tokens: launching the second kernel.
 _COMBINE = 80
 # How much slower than the best estimate a choice with fewer parts may be.
-_SLACK = 1.02
+_SLACK = 1.04
 
 
 def choose_splits(
@@ -48,27 +50,31 @@ def choose_splits(
         rows: query rows (tokens * heads of the group) of one program.
     """
     total = num_seqs * max_seq_len if total_seq_len is None else min(total_seq_len, num_seqs * max_seq_len)
+    most = min(MAX_SPLITS, max_seq_len // MIN_SPLIT_TOKENS)
+    if num_seqs == 0 or most < 2:
+        return 1
     # Lengths grow by one per step: rounded, the estimate is made once per 64 steps and not once per layer.
-    return _best(num_seqs, num_kv_heads, -(-max_seq_len // 64), -(-total // 64), multiprocessors, rows)
+    return _best(
+        num_seqs * num_kv_heads, num_kv_heads, -(-max_seq_len // 64), -(-total // 64), most, multiprocessors, rows
+    )
 
 
 @lru_cache(maxsize=4096)
-def _best(num_seqs: int, heads: int, max_tiles: int, total_tiles: int, multiprocessors: int, rows: int) -> int:
-    longest = max_tiles * 64
-    most = min(MAX_SPLITS, longest // MIN_SPLIT_TOKENS)
-    if num_seqs == 0 or most < 2:
-        return 1
+def _best(jobs: int, heads: int, max_tiles: int, total_tiles: int, most: int, multiprocessors: int, rows: int) -> int:
     slots = RESIDENT_PROGRAMS * multiprocessors
     work = total_tiles * 64 * heads
 
     def cost(splits: int) -> float:
-        programs = num_seqs * heads * splits
+        programs = jobs * splits
         part = -(-max_tiles // splits) * 64
-        makespan = min(-(-programs // slots) * part, work / slots + part)
-        # Parts behind the end of a short context only start.
-        used = min(programs, work // part + num_seqs * heads)
+        waves, rest = divmod(programs, slots)
+        alone = 0.5 if waves else 1.0
+        last = max(rest / slots, alone) if rest else 0.0
+        makespan = min((waves + last) * part, work / slots + alone * part)
         overhead = programs * _START / slots
         if splits > 1:
+            # Parts behind the end of a short context start, and leave nothing to combine.
+            used = min(programs, work // part + jobs)
             overhead += used * _PARTIAL_PER_ROW * rows / slots + _COMBINE
         return makespan + overhead
 

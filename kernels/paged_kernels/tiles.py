@@ -80,7 +80,11 @@ def attend_tile(
     row_sum = row_sum * factor + tl.sum(weights, 1)
     if SCALES == 2:
         v_factor = tl.load(v_scales, mask=loaded, other=0.0)
-        weights = weights * v_factor[None, :]
+        if q.dtype == tl.float16:
+            # A weight times the scale of large values may be too small for float16; the scaled value is not.
+            v = (v.to(tl.float32) * v_factor[:, None]).to(q.dtype)
+        else:
+            weights = weights * v_factor[None, :]
     acc = tl.dot(weights.to(v.dtype), v, acc * factor[:, None], input_precision="ieee")
     return acc, new_max, row_sum
 
