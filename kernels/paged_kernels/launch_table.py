@@ -2,8 +2,8 @@
 
     TABLE[kernel][architecture][head bytes][rows] = (tile, warps, stages)
 
-kernel        decode, prefill; prefill+ is prefill with an option that takes registers of its own (window, soft-cap,
-              ALiBi, quantised cache)
+kernel        decode, prefill; prefill+ is prefill with what takes registers of its own (window, soft-cap, ALiBi,
+              a quantised cache, a head dim that is no power of two)
 architecture  80, 90, 100: the nearest one not above the GPU's; consumer GPUs use 80 with their smaller shared memory
 head bytes    padded head dim * element size of the query, rounded up to a class; a head wider than all uses the last;
               float32 counts twice, since its products take operands from registers
@@ -37,7 +37,7 @@ TABLE: Table = {
         80: {
             128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 8, 3)},
             256: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 8, 3)},
-            512: {16: (64, 4, 2), 32: (64, 4, 2), 64: (32, 8, 2)},
+            512: {16: (32, 4, 2), 32: (32, 4, 2), 64: (32, 8, 2)},
             1024: {16: (16, 4, 2), 32: (16, 4, 2), 64: (16, 8, 2)},
             2048: {16: (16, 8, 2), 64: (16, 8, 2)},
         },
@@ -62,18 +62,21 @@ TABLE: Table = {
             256: {16: (32, 4, 3), 64: (32, 8, 3), 128: (32, 8, 3)},
             512: {16: (32, 4, 3), 64: (32, 8, 2)},
             1024: {16: (16, 4, 2), 64: (16, 8, 2)},
+            2048: {16: (16, 8, 2)},
         },
         90: {
             128: {16: (64, 4, 3), 64: (64, 8, 3), 128: (64, 8, 3)},
             256: {16: (64, 4, 3), 64: (64, 8, 3), 128: (64, 8, 3)},
             512: {16: (32, 4, 3), 64: (32, 8, 3)},
             1024: {16: (16, 4, 2), 64: (16, 8, 2)},
+            2048: {16: (16, 8, 2)},
         },
         100: {
             128: {16: (64, 4, 3), 64: (64, 8, 3), 128: (64, 8, 3)},
             256: {16: (64, 4, 3), 64: (64, 8, 3), 128: (64, 8, 3)},
             512: {16: (32, 4, 3), 64: (32, 8, 3)},
             1024: {16: (16, 4, 2), 64: (16, 8, 2)},
+            2048: {16: (16, 8, 2)},
         },
     },
     "prefill+": {
@@ -82,18 +85,21 @@ TABLE: Table = {
             256: {16: (32, 4, 3), 64: (32, 8, 3)},
             512: {16: (32, 4, 3), 64: (32, 8, 2)},
             1024: {16: (16, 4, 2), 64: (16, 8, 2)},
+            2048: {16: (16, 8, 2)},
         },
         90: {
             128: {16: (64, 4, 3), 64: (64, 8, 3), 128: (64, 8, 3)},
             256: {16: (64, 4, 3), 64: (64, 8, 3), 128: (64, 8, 3)},
             512: {16: (32, 4, 3), 64: (32, 8, 3)},
             1024: {16: (16, 4, 2), 64: (16, 8, 2)},
+            2048: {16: (16, 8, 2)},
         },
         100: {
             128: {16: (64, 4, 3), 64: (64, 8, 3), 128: (64, 8, 2)},
             256: {16: (64, 4, 3), 64: (64, 8, 3), 128: (64, 8, 3)},
             512: {16: (32, 4, 3), 64: (32, 8, 3)},
             1024: {16: (16, 4, 2), 64: (16, 8, 2)},
+            2048: {16: (16, 8, 2)},
         },
     },
 }
@@ -121,7 +127,7 @@ def look_up(
     memory of the GPU: a kernel over the limit compiles and then fails at launch.
     """
     block_d = padded_head_dim(head_dim)
-    by_width = table[kernel][_architecture(capability, table[kernel])]
+    by_width = table[kernel][architecture_of(capability, table[kernel])]
     by_rows = by_width[_round_up(block_d * element_size * (2 if element_size == 4 else 1), by_width)]
     limit = shared_memory(capability)
 
@@ -153,7 +159,8 @@ def padded_head_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def _architecture(capability: int, known: Mapping) -> int:
+def architecture_of(capability: int, known: Mapping) -> int:
+    """The architecture of the table that a GPU uses."""
     # Consumer Blackwell (sm_120) has Ampere's matrix instructions and a small shared memory.
     if capability in _CONSUMER or capability >= 110:
         return min(known)

@@ -165,8 +165,9 @@ def settings(
     options: of `attention_options`; None: the plain kernel. Few rows for short chunks: the rest would be padding.
     """
     chosen = options or option_constants()
-    # What an option computes with takes registers too; a sink does not.
+    # What an option computes with takes registers too (a sink does not), and so does masking a padded head dim.
     demanding = any(value for name, value in chosen.items() if name != "SINKS")
+    demanding = demanding or head_dim < padded_head_dim(head_dim)
     launch = look_up(
         "prefill+" if demanding else "prefill", capability=capability, head_dim=head_dim,
         rows=max(1, max_query_len) * group, element_size=element_size,
