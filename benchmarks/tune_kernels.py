@@ -51,7 +51,8 @@ def problem(bench: Bench, kernel: str, width: int, rows: int, page: int) -> dict
     long, many = (16384, 32) if bench.on_gpu else (40, 2)
     group = min(rows, 8)
     if kernel == "decode":
-        tokens = {16: 1, 32: 32 // group, 64: 64 // group}[rows]
+        # Short queries have one variant: eight tokens.
+        tokens, group = (1, 8) if rows == 16 else (8, rows // 8)
         batch = paged_batch(bench, (2 * group, 2, dim), page, [long] * many, [tokens] * many)
     else:
         # A chunk of few rows behind a long context, or whole prompts.

@@ -166,7 +166,8 @@ def settings(
 
     options: of `attention_options`; None: the plain kernel.
     """
-    query = triton.next_power_of_2(max_query_len)
+    # One variant for all short queries: what more rows cost is little beside compiling when one comes along.
+    query = 1 if max_query_len == 1 else MAX_SHORT_QUERY
     heads = min(group, MAX_ROWS // query)
     launch = look_up(
         "decode", capability=capability, head_dim=head_dim, rows=query * heads, element_size=element_size,

@@ -65,8 +65,9 @@ def warmup(
     rows = torch.zeros(4, num_q_heads, head_dim, dtype=dtype, device=device)
     slots = torch.full((4,), -1, dtype=torch.int64, device=device)
     write_kv(rows[:, :num_kv_heads], rows[:, :num_kv_heads], k_cache, v_cache, slots, backend=backend)
-    # Launch settings depend on the bounds: one token or a full chunk, one split or several.
-    for longest_query, longest in ((1, 1), (max(1, 64 * num_kv_heads // num_q_heads), 1 << 16), (4096, 1)):
+    # Launch settings depend on the bounds: short queries, few rows or a full chunk; one split or several.
+    few = max(MAX_SHORT_QUERY + 1, 64 * num_kv_heads // num_q_heads)
+    for longest_query, longest in ((2, 1), (2, 1 << 16), (few, 1), (4096, 1)):
         paged_attention(
             rows, k_cache, v_cache,
             torch.ones(3, 2, **ints), torch.tensor([1, 1, 2], **ints), torch.tensor([0, 1, 2, 4], **ints),
