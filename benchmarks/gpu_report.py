@@ -37,7 +37,7 @@ _ENGINE_SHARE = 0.15
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and write; returns 0."""
+    """Measure and write; returns 1 if a row failed."""
     parser = argparse.ArgumentParser(description="Measure the kernels and the engine on a GPU.")
     parser.add_argument("--json", type=Path, default=Path("gpu_report.json"), metavar="FILE", help="results, continued")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="tables (default: beside the JSON file)")
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench = make_bench(parsed.toy)
     report = Report(parsed.json, machine(bench), time.monotonic() + parsed.seconds)
     print("correctness", flush=True)
-    correctness.require_agreement(report.run(correctness.TABLE, bench))
+    correctness.require_agreement(report.run(correctness.TABLE, bench), report.failed)
     # Quick, and every share depends on them: a continued report keeps the first run's.
     for key, row in report.run(ceilings.TABLE, bench).items():
         bench.ceilings[key] = row["rate"]
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = parsed.markdown or parsed.json.with_suffix(".md")
     path.write_text(report.markdown([correctness.TABLE, ceilings.TABLE, *TABLES]))
     print(f"written: {parsed.json}, {path}")
-    return 0
+    return 1 if report.failed else 0
 
 
 def make_bench(toy: bool) -> Bench:

@@ -43,9 +43,9 @@ def passed(check: Callable[[], None]) -> Result:
     return {"agrees": True}
 
 
-def require_agreement(results: dict[str, Result]) -> None:
+def require_agreement(results: dict[str, Result], failed: dict[str, str]) -> None:
     """Stop before measuring what is wrong."""
-    wrong = {key: row["difference"] for key, row in results.items() if row.get("agrees") is False}
+    wrong = {key: row["difference"] for key, row in results.items() if row.get("agrees") is False} | failed
     if wrong:
         lines = "\n".join(f"  {key}: {what}" for key, what in wrong.items())
         raise SystemExit(f"the kernels are wrong on this machine, so nothing is measured:\n{lines}")

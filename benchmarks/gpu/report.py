@@ -32,6 +32,7 @@ class Report:
         self.deadline = deadline
         self.data: dict[str, Any] = {"machine": machine, "tables": {}}
         self.missing: dict[str, int] = {}
+        self.failed: dict[str, str] = {}
         if path.exists():
             self.data = json.loads(path.read_text())
             if self.data["machine"] != machine:
@@ -50,17 +51,24 @@ class Report:
             if time.monotonic() > self.deadline:
                 missing += 1
                 continue
-            results[key] = self._measure(measure, key)
-            self._save()
+            result = self._measure(measure, f"{table.name}: {key}")
+            if result is not None:
+                results[key] = result
+                self._save()
         self.missing[table.name] = missing
         return results
 
-    def _measure(self, measure: Any, key: str) -> Result:
+    def _measure(self, measure: Any, key: str) -> Result | None:
+        """A row, or None if it failed: then the others go on, and another run tries it again."""
         try:
             result = measure()
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             result = {"skipped": f"out of memory: {str(error)[:80]}"}
+        except Exception as error:
+            self.failed[key] = f"{type(error).__name__}: {str(error).strip()[:300]}"
+            print(f"  {key}: FAILED {self.failed[key]}", flush=True)
+            return None
         rounded = {k: float(f"{v:.4g}") if isinstance(v, float) and k != "rate" else v for k, v in result.items()}
         print(f"  {key}: {rounded}", flush=True)
         return rounded
@@ -82,6 +90,8 @@ class Report:
                 lines += _table(results)
             if self.missing.get(table.name):
                 lines += ["", f"{self.missing[table.name]} rows were not measured in time; run again to add them."]
+        if self.failed:
+            lines += ["", "## Failed", "", *(f"- {key}: {what}" for key, what in self.failed.items())]
         return "\n".join(lines) + "\n"
 
 

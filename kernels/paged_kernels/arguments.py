@@ -11,7 +11,10 @@ MAX_SHORT_QUERY = 8
 """Longest query, in tokens, that is computed like a decode (split over its context): see `Bounds.num_short`."""
 
 
-@dataclass(frozen=True, slots=True)
+# Neither is frozen: both are made at every layer of every step, and a frozen one costs several times as much.
+
+
+@dataclass(slots=True)
 class Bounds:
     """Host-side numbers of a batch; nothing waits for the device.
 
@@ -29,7 +32,7 @@ class Bounds:
     total_seq_len: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Options:
     """How scores become weights; the defaults leave out each option. See `ops.paged_attention`."""
 
@@ -43,8 +46,8 @@ class Options:
     @property
     def window_only(self) -> bool:
         """Nothing but (perhaps) a window is asked for."""
-        others = (self.soft_cap, self.alibi_slopes, self.sinks, self.k_scale, self.v_scale)
-        return all(option is None for option in others)
+        no_scores = self.soft_cap is None and self.alibi_slopes is None and self.sinks is None
+        return no_scores and self.k_scale is None and self.v_scale is None
 
     @property
     def scales(self) -> str:

@@ -178,7 +178,11 @@ def settings(
         "GROUP": group, "HEAD_DIM": head_dim, "PAGE": page, "BLOCK_Q": block_m // group, "BLOCK_M": block_m,
         "BLOCK_D": padded_head_dim(head_dim), "TILE": launch.tile, **chosen,
     }  # fmt: skip
-    return constants, {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True}
+    compiled = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True}
+    if demanding or capability < 90:
+        # Without a bound ptxas may aim at two programs per multiprocessor, and spill to get by with 128 registers.
+        compiled["maxnreg"] = 255
+    return constants, compiled
 
 
 def prefill_attention(

@@ -7,6 +7,8 @@ import pytest
 
 from benchmarks import gpu_report, tune_kernels
 from benchmarks.gpu import correctness
+from benchmarks.gpu.bench import Table
+from benchmarks.gpu.report import Report
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def test_a_report_is_continued(report, capsys):
     capsys.readouterr()
     assert gpu_report.main(["--toy", "--json", str(report)]) == 0
     measured = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
-    assert [line.strip().split(":")[0] for line in measured] == [removed]
+    assert [line.strip().split(": {")[0] for line in measured] == [f"splits: {removed}"]
 
 
 def test_another_machines_report_is_refused(report, tmp_path):
@@ -51,9 +53,23 @@ def test_time_that_is_up_is_said(report, tmp_path):
     assert "not measured in time" in path.with_suffix(".md").read_text()
 
 
+def test_a_row_that_fails_stops_no_other(tmp_path):
+    def rows(bench):
+        yield "bad", lambda: 1 / 0
+        yield "good", lambda: {"us": 1.0}
+
+    report = Report(tmp_path / "report.json", {}, deadline=float("inf"))
+    table = Table("table", "Title", rows)
+    assert report.run(table, None) == {"good": {"us": 1.0}}
+    assert "ZeroDivisionError" in report.failed["table: bad"]
+    assert "ZeroDivisionError" in report.markdown([table])
+
+
 def test_nothing_is_measured_after_a_wrong_result():
     with pytest.raises(SystemExit, match="wrong on this machine"):
-        correctness.require_agreement({"good": {"agrees": True}, "bad": {"agrees": False, "difference": "7"}})
+        correctness.require_agreement({"good": {"agrees": True}, "bad": {"agrees": False, "difference": "7"}}, {})
+    with pytest.raises(SystemExit, match="no such instruction"):
+        correctness.require_agreement({"good": {"agrees": True}}, {"bad": "no such instruction"})
     assert not correctness.passed(lambda: (_ for _ in ()).throw(AssertionError("off")))["agrees"]
 
 
