@@ -179,7 +179,7 @@ def settings(
         "BLOCK_D": padded_head_dim(head_dim), "TILE": launch.tile, **chosen,
     }  # fmt: skip
     compiled = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True}
-    if demanding or capability < 90:
+    if demanding or capability < 90 or head_dim > 64:
         # Without a bound ptxas may aim at two programs per multiprocessor, and spill to get by with 128 registers.
         compiled["maxnreg"] = 255
     return constants, compiled
