@@ -1,6 +1,8 @@
 # make serve   set up .venv and serve the demo model   (MODEL=/path/to/model ARGS="--http-port 9000")
 # make test    lint, type-check and run every test
 # make install only set up .venv
+# make test-kernels    the tests of kernels/ alone: interpreted, compiled, and on a GPU where there is one
+# make test-triton36   compile every Triton-lang kernel with the release that torch 2.11 brings, in a folder of its own
 # The first Python that the bundled Triton Server supports; 3.13 works with a tritonserver on PATH.
 SUPPORTED = import shutil, sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14 if shutil.which("tritonserver") else 13))
 PYTHON ?= $(or $(shell for python in python3 python3.12 python3.11 python3.10; do \
@@ -20,10 +22,10 @@ PATHS := paged_backend kernels model_repository client_examples tests benchmarks
 LINTED := $(wildcard $(PATHS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint format clean
+.PHONY: help install serve test test-kernels test-triton36 lint format clean
 
 help:
-	@sed -n '1,3s/^# //p' Makefile
+	@sed -n '1,5s/^# //p' Makefile
 
 install: $(STAMP)
 
@@ -55,6 +57,19 @@ lint: install
 
 test: lint
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-kernels: install
+	@$(BIN)/python -m pytest tests/kernels $(ARGS)
+
+# Beside the installed release, not instead of it: found first on the path of this one command.
+TRITON36 := $(VENV)/triton36
+$(TRITON36)/.installed: | $(STAMP)
+	@echo "installing triton 3.6.0 into $(TRITON36)"
+	@$(PIP) install --no-deps --upgrade --target $(TRITON36) triton==3.6.0
+	@touch $@
+
+test-triton36: $(TRITON36)/.installed
+	@PYTHONPATH=$(TRITON36):kernels $(BIN)/python tests/kernels/compile_gate.py
 
 format: install
 	@$(BIN)/ruff check --fix $(LINTED)

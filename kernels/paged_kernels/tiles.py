@@ -1,7 +1,7 @@
-"""Triton-lang pieces shared by the attention kernels, and the table of launch settings.
+"""Triton-lang pieces shared by the attention kernels: pages, and one online-softmax step over a tile of tokens.
 
-One online-softmax step over a tile of tokens read through the block table. Softmax is in base 2: scores are
-multiplied by scale * log2(e). Knows pages and tiles; the kernels decide which rows and tokens meet.
+Softmax is in base 2: scores are multiplied by scale * log2(e) (Milakov and Gimelshein 2018, as in FlashAttention).
+Knows pages and tiles; the kernels decide which rows and tokens meet.
 
 Page ids are fetched one iteration ahead and carried through the loop: a load whose address depends on another
 load of the same iteration keeps Triton-lang's software pipeliner from prefetching it. With pages of at least a
@@ -11,8 +11,10 @@ tile the carried id is one scalar; with smaller pages it is a vector with one id
 import triton
 import triton.language as tl
 
-_SHARED_MEMORY = {8: 163 << 10, 9: 227 << 10, 10: 227 << 10}  # per program, by compute capability (major)
-_SMALLEST_SHARED_MEMORY = 99 << 10  # consumer GPUs (sm_86, sm_89, sm_120)
+LOG2_E = 1.4426950408889634
+
+# Scales of a quantised cache, as a constexpr of the kernels.
+SCALES = {"none": 0, "tensor": 1, "token": 2}
 
 
 @triton.jit
@@ -34,16 +36,19 @@ def token_pointers(cache, ids, t, head, s_block, s_head, s_token, PAGE: tl.const
 
 @triton.jit
 def attend_tile(
-    acc, row_max, row_sum, q, k_rows, v_rows, dims, loaded, visible, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASK_LOADS: tl.constexpr, MASK_SCORES: tl.constexpr,
+    acc, row_max, row_sum, q, k_rows, v_rows, k_scales, v_scales, dims, loaded, visible, distances, slopes,
+    scale, soft_cap,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASK: tl.constexpr,
+    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, QUANTISED: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """One tile into (acc, row_max, row_sum). loaded [TILE]: tokens that exist; visible [BLOCK_M, TILE].
+    """One tile into (acc, row_max, row_sum). loaded [TILE]: tokens that exist; visible, distances [BLOCK_M, TILE].
 
-    Both K and V loads are masked: slots past the end may hold NaN, and 0 * NaN is NaN.
+    Both K and V loads are masked: slots past the end may hold NaN, and 0 * NaN is NaN. distances are positions of
+    the tokens minus those of the rows; slopes [BLOCK_M] are in base 2. k_scales, v_scales are pointers [TILE].
     """
     k_at = k_rows[None, :] + dims[:, None]
     v_at = v_rows[:, None] + dims[None, :]
-    if MASK_LOADS:
+    if MASK:
         k = tl.load(k_at, mask=loaded[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
         v = tl.load(v_at, mask=loaded[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
     elif HEAD_DIM < BLOCK_D:
@@ -52,46 +57,53 @@ def attend_tile(
     else:
         k = tl.load(k_at)
         v = tl.load(v_at)
+    if QUANTISED:
+        k = k.to(q.dtype)
+        v = v.to(q.dtype)
     scores = tl.dot(q, k, input_precision="ieee") * scale
-    if MASK_SCORES:
+    if SCALES == 2:
+        k_factor = tl.load(k_scales, mask=loaded, other=0.0)
+        scores = scores * k_factor[None, :]
+    if SOFT_CAP:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1) neither overflows into NaN nor needs a library; scale holds 2 / cap.
+        scores = soft_cap - 2.0 * soft_cap / (tl.exp2(scores) + 1.0)
+    if ALIBI:
+        scores += slopes[:, None] * distances
+    if MASK:
         scores = tl.where(visible, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     base = new_max
-    if MASK_SCORES:
+    if MASK:
         base = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that sees nothing yet: no -inf - -inf
     weights = tl.exp2(scores - base[:, None])
     factor = tl.exp2(row_max - base)
     row_sum = row_sum * factor + tl.sum(weights, 1)
+    if SCALES == 2:
+        v_factor = tl.load(v_scales, mask=loaded, other=0.0)
+        if q.dtype == tl.float16:
+            # A weight times the scale of large values may be too small for float16; the scaled value is not.
+            v = (v.to(tl.float32) * v_factor[:, None]).to(q.dtype)
+        else:
+            weights = weights * v_factor[None, :]
     acc = tl.dot(weights.to(v.dtype), v, acc * factor[:, None], input_precision="ieee")
     return acc, new_max, row_sum
 
 
-def launch_settings(
-    *, head_dim: int, block_m: int, element_size: int, capability: int, tile: int, stages: int
-) -> tuple[dict, dict]:
-    """(BLOCK_D and TILE, num_warps and the other compile options) of an attention kernel.
-
-    The wanted tile and pipeline depth shrink until queries and the buffered keys and values fit the shared
-    memory of the GPU generation (capability: 80, 90, ...): a kernel over the limit compiles and then fails
-    at launch. Eight warps from 64 rows: with four, the accumulator of some variants spills.
-    """
-    block_d = padded_head_dim(head_dim)
-    limit = _SHARED_MEMORY.get(capability // 10, _SMALLEST_SHARED_MEMORY)
-    if capability in (86, 87, 89):
-        limit = _SMALLEST_SHARED_MEMORY
-
-    def fits(tile, stages):
-        weights = block_m * tile * element_size
-        return (block_m + 2 * tile * stages) * block_d * element_size + weights <= limit
-
-    while stages > 1 and not fits(tile, stages):
-        stages -= 1
-    while tile > 16 and not fits(tile, stages):
-        tile //= 2
-    options = {"num_warps": 8 if block_m >= 64 else 4, "num_stages": stages, "enable_fp_fusion": True}
-    return {"BLOCK_D": block_d, "TILE": tile}, options
+@triton.jit
+def start_rows(heads, with_sink, sinks, SINKS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(row_max, row_sum), each [BLOCK_M], before the first tile. A sink is a score that has no value."""
+    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    if SINKS:
+        row_max = tl.load(sinks + heads, mask=with_sink, other=float("-inf")) * 1.4426950408889634
+        row_sum = tl.where(with_sink, 1.0, 0.0)
+    return row_max, row_sum
 
 
-def padded_head_dim(head_dim: int) -> int:
-    """BLOCK_D: the power of two, at least 16, that matrix products need."""
-    return max(16, triton.next_power_of_2(head_dim))
+@triton.jit
+def head_slopes(heads, real, slopes, ALIBI: tl.constexpr, BLOCK_M: tl.constexpr):
+    """ALiBi slopes [BLOCK_M] in base 2."""
+    result = tl.zeros([BLOCK_M], dtype=tl.float32)
+    if ALIBI:
+        result = tl.load(slopes + heads, mask=real, other=0.0) * 1.4426950408889634
+    return result

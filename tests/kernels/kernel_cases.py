@@ -166,26 +166,46 @@ def check_write(page, dim, heads, dtype, backend, tokens=13, device="cpu"):
     assert torch.equal(v_cache, expected[1])
 
 
-def check_far_block(dtype, backend, page=16, dim=64):
-    """A block past element 2**31 of its cache is written and read where it is.
+def check_far_block(dtype, backend, page=16, dim=64, device="cpu"):
+    """A block past element 2**31 of its cache is written, read and copied where it is.
 
-    The memory is virtual: only the touched pages of it are ever backed.
+    On a CPU the memory is virtual: only the touched pages of it are ever backed.
     """
     block_elements = 2**30 + page * dim
-    storage = torch.empty(2 * block_elements + page * dim, dtype=dtype)
+    storage = torch.empty(2 * block_elements + page * dim, dtype=dtype, device=device)
     cache = storage.as_strided((3, 1, page, dim), (block_elements, page * dim, dim, 1))
-    key = torch.randn(page, 1, dim).to(dtype)
-    slots = torch.arange(page) + 2 * page
+    last = storage[-page * dim :].view(page, dim)
+    key = torch.randn(page, 1, dim).to(dtype).to(device)
+    slots = (torch.arange(page) + 2 * page).to(device)
     ops.write_kv(key, key, cache, cache, slots, backend=backend)
-    assert torch.equal(storage[-page * dim :].view(page, dim), key[:, 0])
+    assert torch.equal(last, key[:, 0])
     ints = {"dtype": torch.int32}
     batch = {
-        "query": torch.randn(1 + page, 2, dim).to(dtype), "k_cache": cache, "v_cache": cache,
-        "block_tables": torch.full((2, 1), 2, **ints), "seq_lens": torch.full((2,), page, **ints),
-        "query_start_loc": torch.tensor([0, 1, 1 + page], **ints), "scale": dim**-0.5,
-        "num_decodes": 1, "max_query_len": page, "max_seq_len": page,
+        "query": torch.randn(1 + 2 * page, 2, dim).to(dtype), "k_cache": cache, "v_cache": cache,
+        "block_tables": torch.full((3, 1), 2, **ints), "seq_lens": torch.full((3,), page, **ints),
+        "query_start_loc": torch.tensor([0, 1, 9, 9 + page], **ints), "scale": dim**-0.5,
+        "num_decodes": 1, "num_short": 2, "max_query_len": page, "max_seq_len": page,
     }  # fmt: skip
-    check_attention(batch, backend)
+    query, k_cache = to_device({k: v for k, v in batch.items() if k != "k_cache" and k != "v_cache"}, device), cache
+    batch = {**query, "k_cache": k_cache, "v_cache": k_cache}
+    out = run(batch, backend)
+    near = cache[2:].clone()
+    expected = run({**batch, "k_cache": near, "v_cache": near, "block_tables": batch["block_tables"] - 2}, "reference")
+    torch.testing.assert_close(out, expected, **TOLERANCE[dtype])
+    check_far_write(cache, last, key, slots, backend)
+
+
+def check_far_write(cache, last, key, slots, backend):
+    """RoPE with a write, and copies both ways, at the far block."""
+    ones = torch.ones(len(key), key.shape[2] // 2, dtype=key.dtype, device=key.device)
+    ops.rope_write_kv(-key, -key, -key, ones, ones * 0, cache, cache, slots, backend=backend)
+    assert torch.equal(last, -key[:, 0])
+    near = torch.zeros(1, 1, *cache.shape[1:], dtype=cache.dtype, device=cache.device)
+    pairs = torch.tensor([[2, 0]], device=cache.device)
+    ops.copy_blocks(cache[None], near, pairs, backend=backend)
+    assert torch.equal(near[0, 0, 0], last)
+    ops.copy_blocks(near * 2, cache[None], pairs.flip(1).contiguous(), backend=backend)
+    assert torch.equal(last, -2 * key[:, 0])
 
 
 def check_empty(dtype, backend):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_cases import make_batch, make_caches, run
 
-from paged_kernels import ops
+from paged_kernels import backends, ops
 
 SIZES = {"heads": 2, "group": 3, "dim": 64, "page": 16}
 
@@ -42,7 +42,7 @@ def test_refused_backends(monkeypatch):
         ops.resolve_backend("flash", "cpu")
     with pytest.raises(ValueError, match="CPU tensors"):
         ops.resolve_backend("cpu", "cuda")
-    monkeypatch.setattr(ops.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="'numba', which is not installed"):
         ops.resolve_backend("auto", "cpu")
 
@@ -94,3 +94,51 @@ def test_import_is_light():
     )
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(root / "kernels")}, check=True)
+
+
+X = torch.zeros(3, 64)
+FLOATS, INTS = torch.zeros(3), torch.zeros(3, dtype=torch.int64)
+KEYS = torch.zeros(3, 2, 64)
+CACHES = make_caches(4, 2, 16, 64, torch.float32)
+BYTES = [c.to(torch.int8) for c in CACHES]
+SCALE = torch.tensor(1.0)
+REFUSED = [
+    # (argument at fault, operation, arguments)
+    ("x", ops.rms_norm, (X[:, 0], FLOATS, 1e-5)),
+    ("weight", ops.rms_norm, (X, torch.zeros(32), 1e-5)),
+    ("residual", ops.add_rms_norm, (X, X[:2], torch.zeros(64), 1e-5)),
+    ("gate_up", ops.silu_mul, (X[:, :63],)),
+    ("source", ops.copy_blocks, (torch.zeros(2, 3, 4, 5).transpose(2, 3), torch.zeros(2, 3, 5, 4), torch.zeros(1, 2))),
+    ("destination", ops.copy_blocks, (torch.zeros(2, 3, 4), torch.zeros(2, 3, 5), torch.zeros(1, 2))),
+    ("pairs", ops.copy_blocks, (torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), torch.zeros(1, 2))),
+    ("k_cache", ops.write_kv_quantised, (KEYS, KEYS, *CACHES, INTS, SCALE, SCALE)),
+    ("k_scale", ops.write_kv_quantised, (KEYS, KEYS, *BYTES, INTS, FLOATS, FLOATS)),
+    ("v_scale", ops.write_kv_quantised, (KEYS, KEYS, *BYTES, INTS, SCALE, torch.ones(4, 2, 16))),
+    ("k_cache", ops.write_kv, (KEYS, KEYS, *BYTES, INTS)),
+    ("slot_mapping", ops.write_kv_quantised, (KEYS, KEYS, *BYTES, INTS[:2], SCALE, SCALE)),
+    ("query", ops.rope_write_kv, (KEYS[:2], KEYS, KEYS, X[:, :32], X[:, :32], *CACHES, INTS)),
+    ("cos", ops.rope_write_kv, (KEYS, KEYS, KEYS, X, X, *CACHES, INTS)),
+    ("sin", ops.rope_write_kv, (KEYS, KEYS, KEYS, X[:, :32].clone(), X[:, :16].clone(), *CACHES, INTS)),
+    ("logits", ops.sample, (X.half(), FLOATS, INTS, FLOATS, FLOATS, INTS, INTS)),
+    ("top_k", ops.sample, (X, FLOATS, FLOATS, FLOATS, FLOATS, INTS, INTS)),
+    ("seeds", ops.sample, (X, FLOATS, INTS, FLOATS, FLOATS, INTS[:2], INTS)),
+    ("entry_counts", ops.penalise, (X, INTS, INTS, FLOATS[:2], FLOATS, FLOATS, FLOATS, FLOATS)),
+    ("temperature", ops.penalise, (X, INTS, INTS, FLOATS, FLOATS, FLOATS, FLOATS, FLOATS.double())),
+    ("tokens", ops.token_logprobs, (X, FLOATS, 3)),
+    ("count", ops.token_logprobs, (X, INTS, 65)),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "operation", "arguments"), REFUSED, ids=lambda v: getattr(v, "__name__", None) or str(v)[:20]
+)
+def test_operations_name_the_argument_at_fault(name, operation, arguments):
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        operation(*arguments, backend="reference")
+
+
+def test_the_reference_stands_in_on_a_cpu():
+    x = torch.randn(3, 64)
+    assert torch.equal(ops.silu_mul(x, backend="cpu"), ops.silu_mul(x, backend="reference"))
+    with pytest.raises(ValueError, match="'cpu' supports float32, bfloat16"):
+        ops.silu_mul(x.half(), backend="cpu")

@@ -12,28 +12,9 @@ from kernel_cases import (
     window_sizes,
     windowed,
 )
+from option_cases import attend_by_definition
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-
-
-def attend_by_definition(batch):
-    """Row by row and token by token, in float64: position p sees max(0, p - window + 1) .. p."""
-    query, page = batch["query"].double(), batch["k_cache"].shape[2]
-    group = query.shape[1] // batch["k_cache"].shape[1]
-    out = torch.zeros_like(query)
-    starts = batch["query_start_loc"].tolist()
-    for i, length in enumerate(batch["seq_lens"].tolist()):
-        table = batch["block_tables"][i].tolist()
-        for row in range(starts[i], starts[i + 1] if length else starts[i]):
-            p = length - starts[i + 1] + row
-            seen = range(max(0, p - batch["window"] + 1), p + 1)
-            for head in range(query.shape[1]):
-                keys, values = (
-                    torch.stack([c[table[t // page], head // group, t % page].double() for t in seen])
-                    for c in (batch["k_cache"], batch["v_cache"])
-                )
-                out[row, head] = (keys @ query[row, head] * batch["scale"]).softmax(0) @ values
-    return out
 
 
 @pytest.mark.parametrize("window", window_sizes(8))

@@ -20,15 +20,20 @@ from kernel_cases import (
     window_batch,
     window_sizes,
 )
+from option_cases import OPTION_GRID, option_batch, short_batch, with_options
 
-from paged_kernels.decode_attention import choose_splits, decode_attention
+from paged_kernels.arguments import Options
+from paged_kernels.decode_attention import decode_attention
+from paged_kernels.split_rule import choose_splits
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 
 
-@DTYPES
 @pytest.mark.parametrize(("page", "dim", "group"), GRID)
-def test_mixed_batch(page, dim, group, dtype):
+def test_mixed_batch(page, dim, group):
+    """Every size with both types, in turns: twice the whole grid would take twice as long."""
+    index = GRID.index((page, dim, group))
+    dtype = (torch.float32, torch.float16)[(index + index // 4) % 2]
     check_attention(mixed_batch(page, dim, group, dtype), "triton")
 
 
@@ -51,18 +56,54 @@ def test_unusual_sizes(page, dim, group):
     check_attention(mixed_batch(page, dim, group, torch.float32), "triton")
 
 
-@pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize("splits", [1, 2, 5, 64])
-def test_splits_agree(page, splits):
-    """Any number of splits gives the reference's result, also more splits than there are tiles."""
-    batch = make_batch([300, 1, 0, 65, 64], [1] * 5, heads=2, group=3, dim=64, page=page, dtype=torch.float32)
-    batch["num_decodes"] = 5
-    out = torch.full_like(batch["query"], 7.0)
+def test_splits_agree(splits):
+    """Any number of splits gives the reference's result, also more splits than there are tiles; a sink counts once."""
+    for page, options in ((16, {}), (64, {"sinks": True}))[: 2 if splits < 64 else 1]:
+        batch = make_batch([300, 1, 0, 65, 64], [1] * 5, heads=2, group=3, dim=64, page=page, dtype=torch.float32)
+        check_splits({**with_options(batch, **options), "num_decodes": 5}, splits)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_splits_of_short_queries_agree(splits):
+    check_splits(short_batch(16, 64, 3, torch.float32, lens=(200, 130, 9, 0, 64)), splits)
+    options = {"window": 100, "cache": (torch.int8, "token"), "alibi": True}
+    check_splits(short_batch(32, 32, 10, torch.float32, options, lens=(200, 130, 9, 0, 64)), splits)
+
+
+def check_splits(batch, splits):
+    single = batch["num_decodes"] > 0
     names = ("query", "k_cache", "v_cache", "block_tables", "seq_lens")
+    out = torch.full_like(batch["query"], 7.0)
+    expected = run(batch, "reference")
+    chosen = {name: batch.get(name) for name in Options.__slots__}
     decode_attention(
-        *(batch[n] for n in names), scale=batch["scale"], max_seq_len=300, splits=splits, capability=80, out=out
-    )
-    torch.testing.assert_close(out, run(batch, "reference"), **TOLERANCE[torch.float32])
+        *(batch[n] for n in names), None if single else batch["query_start_loc"], scale=batch["scale"],
+        max_query_len=1 if single else batch["max_query_len"], max_seq_len=batch["max_seq_len"], splits=splits,
+        options=Options(**chosen), capability=80, out=out,
+    )  # fmt: skip
+    rows = int(batch["query_start_loc"][-1])
+    torch.testing.assert_close(out[:rows], expected[:rows], **TOLERANCE[torch.float32])
+    assert (out[rows:] == 7).all()  # rows of no sequence are the caller's
+
+
+@pytest.mark.parametrize("index", range(len(OPTION_GRID)))
+def test_options(index):
+    page, dim, group, options = OPTION_GRID[index]
+    check_attention(option_batch(page, dim, group, (torch.float32, torch.float16)[index % 2], options), "triton")
+
+
+def test_short_queries_alone():
+    """A batch of short queries is split over its contexts without being told so."""
+    check_attention(short_batch(16, 64, 3, torch.float32), "triton")
+    check_attention(short_batch(64, 80, 8, torch.float16, {"sinks": True}, lens=(600, 300, 8, 0, 1)), "triton")
+
+
+def test_options_without_the_kernel_are_seen():
+    """The cases above can fail: each option changes the result."""
+    for name, value in (("window", 3), ("soft_cap", 0.5), ("alibi", True), ("sinks", True)):
+        plain = option_batch(8, 16, 2, torch.float32, {})
+        assert (run(with_options(plain, **{name: value}), "triton") - run(plain, "triton")).abs().max() > 0.01
 
 
 def test_long_chunks_cross_tiles():
