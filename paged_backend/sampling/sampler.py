@@ -83,6 +83,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> np.ndarray:
     """
     best, tokens = _most_likely(logits)
     drawn = np.flatnonzero(~batch.greedy)
+    if logits.device.type == "cpu":
+        drawn = _draw_unfiltered(logits, best, tokens, drawn, batch)
     for rows in _slices(drawn, batch, logits):
         index = torch.from_numpy(rows).to(logits.device)
         shifted = torch.sub(_rows_between(logits, rows, index), take_rows(best, index)[:, None])
@@ -92,6 +94,23 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> np.ndarray:
     if broken.size:
         raise PagedBackendError(f"the model produced logits that are not finite (rows {broken.tolist()} of the step)")
     return tokens.cpu().numpy()
+
+
+def warm_up() -> None:
+    """Compile what drawing on a CPU needs, so that no request waits for a compiler."""
+    one = np.ones(1)
+    sample(
+        torch.zeros(1, 2),
+        SamplingBatch(
+            greedy=np.zeros(1, dtype=bool),
+            temperature=one.astype(np.float32),
+            top_k=np.zeros(1, dtype=np.int64),
+            top_p=one.astype(np.float32),
+            min_p=np.zeros(1, dtype=np.float32),
+            seeds=one.astype(np.uint64),
+            positions=np.zeros(1, dtype=np.int64),
+        ),
+    )
 
 
 def _most_likely(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,6 +135,28 @@ def _slices(drawn: np.ndarray, batch: SamplingBatch, logits: torch.Tensor) -> It
     for group in (drawn[is_small], drawn[~is_small]):
         for start in range(0, len(group), size):
             yield group[start : start + size]
+
+
+def _draw_unfiltered(
+    logits: torch.Tensor, best: torch.Tensor, tokens: torch.Tensor, drawn: np.ndarray, batch: SamplingBatch
+) -> np.ndarray:
+    """Draw those of the rows `drawn` that no filter applies to, natively; returns the others."""
+    top_k, vocabulary = batch.top_k[drawn], logits.shape[-1]
+    plain = ((top_k < 1) | (top_k >= vocabulary)) & (batch.top_p[drawn] == 1.0) & (batch.min_p[drawn] == 0.0)
+    rows = drawn[plain]
+    if not rows.size:
+        return drawn
+    # Imported here because it compiles, which machines that draw elsewhere should not wait for.
+    from paged_kernels.cpu.draw import draw_tokens
+
+    index = torch.from_numpy(rows)
+    tokens[index] = draw_tokens(
+        _rows_between(logits, rows, index).contiguous(),
+        take_rows(best, index),
+        torch.from_numpy(batch.temperature[rows]),
+        torch.from_numpy(uniform(batch.seeds[rows], batch.positions[rows]).astype(np.float64)),
+    )
+    return drawn[~plain]
 
 
 def _rows_between(logits: torch.Tensor, rows: np.ndarray, index: torch.Tensor) -> torch.Tensor:

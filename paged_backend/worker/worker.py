@@ -19,6 +19,7 @@ from paged_backend.model.config import read_model_config
 from paged_backend.model.cpu_decoder import CpuDecoder, Model
 from paged_backend.model.loader import load_model
 from paged_backend.model_source import resolve_model
+from paged_backend.sampling.sampler import warm_up as warm_up_sampling
 from paged_backend.sched.output import SchedulerOutput, WorkerOutput
 from paged_backend.worker.device import TORCH_DTYPES, resolve_backend, resolve_device, resolve_dtype, use_threads
 from paged_backend.worker.kv_cache import (
@@ -93,6 +94,8 @@ class Worker:
             self.shape, self.resolved.num_kv_blocks, self.resolved.block_size, torch_dtype, self._device
         )
         run_dummy(model, kv_cache, num_tokens=2, num_seqs=1, backend=backend)
+        if self._device.type == "cpu":
+            warm_up_sampling()
         self.preemption_costs = (0.0, 0.0)
         if self.num_host_blocks and self.resolved.preemption_mode == "auto":
             self.preemption_costs = (
