@@ -77,6 +77,7 @@ class EngineConfig:
         swap_space: GiB of host memory for swapped blocks.
         attention_backend: `auto`, `triton` (Triton-lang), `cpu` (numba) or `reference` (plain torch).
         num_threads: threads of a CPU engine, at most 1024; None: as many as the process may use.
+        enforce_eager: on a GPU, launch decode steps kernel by kernel rather than as CUDA graphs.
         async_scheduling: plan a step while the one before is computed, and process its results a step later; the
             results are the same.
         seed: makes requests without a seed reproducible; None: fresh ones each.
@@ -114,6 +115,7 @@ class EngineConfig:
     swap_space: float = 0.0
     attention_backend: str = "auto"
     num_threads: int | None = None
+    enforce_eager: bool = False
     async_scheduling: bool = False
     seed: int | None = None
     max_waiting_requests: int = 4096

@@ -23,6 +23,7 @@ from paged_backend.model.attention import AttentionMetadata
 from paged_backend.model.cpu_decoder import Model
 from paged_backend.sched.output import ScheduledSequence, SchedulerOutput, TokenLogprobs, WorkerOutput
 from paged_backend.worker.block_copy import HostPool, copy_blocks
+from paged_backend.worker.decode_graphs import DecodeGraphs
 from paged_backend.worker.input_batch import InputBatch
 from paged_backend.worker.prompt_logprobs import prompt_logprobs
 from paged_backend.worker.token_choice import choose_tokens
@@ -58,10 +59,20 @@ class ModelRunner:
         max_num_seqs: rows.
         backend: attention backend, resolved.
         num_host_blocks: blocks of host memory to swap to.
+        enforce_eager: on a GPU, launch decode steps kernel by kernel rather than as CUDA graphs.
+        max_model_len: longest sequence in tokens, which graphs must know; None: the model's context length.
     """
 
     def __init__(
-        self, model: Model, kv_cache: torch.Tensor, max_num_seqs: int, backend: str, num_host_blocks: int = 0
+        self,
+        model: Model,
+        kv_cache: torch.Tensor,
+        max_num_seqs: int,
+        backend: str,
+        num_host_blocks: int = 0,
+        *,
+        enforce_eager: bool = False,
+        max_model_len: int | None = None,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
@@ -71,6 +82,15 @@ class ModelRunner:
         self._input = InputBatch(max_num_seqs)
         self._tables = _BatchTables(self._device)
         self._host_pool = HostPool(kv_cache, num_host_blocks)
+        self._graphs: DecodeGraphs | None = None
+        if self._device.type == "cuda" and not enforce_eager:
+            self._graphs = DecodeGraphs(
+                model,
+                kv_cache,
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len or model.config.max_position,
+                backend=backend,
+            )
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> WorkerOutput:
@@ -87,6 +107,9 @@ class ModelRunner:
             raise PagedBackendError(
                 f"the step's plan counts {plan.num_scheduled_tokens} tokens and holds {len(batch.input_ids)}"
             )
+        if self._graphs is not None and self._graphs.fits(len(batch.rows)) and _is_plain_decode(batch):
+            logits = self._replay(self._graphs, batch)
+            return choose_tokens(logits, batch.sampled_ids, batch.sampled_rows, self._input, plan.token_masks)
         hidden = self._forward(batch)
         output = WorkerOutput([], [])
         if batch.sampled_ids:
@@ -142,6 +165,11 @@ class ModelRunner:
         logits = self._model.compute_logits(hidden[last])
         return logits if len(sources) == len(places) else logits[self._to_device(places)]
 
+    def _replay(self, graphs: DecodeGraphs, batch: RaggedBatch) -> torch.Tensor:
+        width = -(-int(batch.seq_lens.max()) // self._block_size)
+        tables = self._tables.gather(self._input, batch.rows, width)
+        return graphs.run(batch.input_ids, batch.positions, batch.slot_mapping, batch.seq_lens, tables)
+
     def _forward(self, batch: RaggedBatch) -> torch.Tensor:
         max_seq_len = int(batch.seq_lens.max())
         metadata = AttentionMetadata(
@@ -159,6 +187,12 @@ class ModelRunner:
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def _is_plain_decode(batch: RaggedBatch) -> bool:
+    """One token of each sequence, and each samples for itself."""
+    count = len(batch.rows)
+    return batch.num_decodes == count and len(batch.sampled_from) == count
 
 
 def build_batch(scheduled: list[ScheduledSequence], state: InputBatch, block_size: int) -> RaggedBatch:

@@ -103,7 +103,13 @@ class Worker:
                 swap_seconds_per_block(kv_cache),
             )
         self._runner: ModelRunner | None = ModelRunner(
-            model, kv_cache, self.resolved.max_num_seqs, backend, self.num_host_blocks
+            model,
+            kv_cache,
+            self.resolved.max_num_seqs,
+            backend,
+            self.num_host_blocks,
+            enforce_eager=self.resolved.enforce_eager,
+            max_model_len=self.resolved.max_model_len,
         )
         _log_facts(model, self.resolved, self.shape, self._activations, loaded - started, time.monotonic() - loaded)
         if self.num_host_blocks:
