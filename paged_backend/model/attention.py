@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional
 
 from paged_backend.model.config import ModelConfig
-from paged_backend.model.layers import rms_norm, rotate
 from paged_kernels import ops
 
 
@@ -28,6 +27,7 @@ class AttentionMetadata:
         num_decodes: leading sequences of exactly one token.
         max_query_len, max_seq_len: maxima over the batch.
         backend: `triton`, `cpu` or `reference`.
+        total_seq_len: sum of `seq_lens`, from which a GPU's kernels tell how ragged the batch is; None: not known.
     """
 
     slot_mapping: torch.Tensor
@@ -38,6 +38,7 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
     backend: str
+    total_seq_len: int | None = None
 
 
 class PagedAttention(nn.Module):
@@ -83,10 +84,12 @@ class PagedAttention(nn.Module):
         query, key = qkv[:, :heads], qkv[:, heads : heads + self.num_kv_heads]
         value = qkv[:, heads + self.num_kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = rms_norm(query, self.q_norm, self.eps), rms_norm(key, self.k_norm, self.eps)
-        query, key = rotate(query, *rotary), rotate(key, *rotary)
+            query = ops.rms_norm(query, self.q_norm, self.eps, backend=metadata.backend)
+            key = ops.rms_norm(key, self.k_norm, self.eps, backend=metadata.backend)
         k_cache, v_cache = kv_cache[0], kv_cache[1]
-        ops.write_kv(key, value, k_cache, v_cache, metadata.slot_mapping, backend=metadata.backend)
+        query = ops.rope_write_kv(
+            query, key, value, *rotary, k_cache, v_cache, metadata.slot_mapping, backend=metadata.backend
+        )
         attended = ops.paged_attention(
             query,
             k_cache,
@@ -98,6 +101,7 @@ class PagedAttention(nn.Module):
             num_decodes=metadata.num_decodes,
             max_query_len=metadata.max_query_len,
             max_seq_len=metadata.max_seq_len,
+            total_seq_len=metadata.total_seq_len,
             backend=metadata.backend,
             window=self.window,
         )

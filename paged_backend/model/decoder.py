@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from paged_backend.model.attention import AttentionMetadata, PagedAttention
 from paged_backend.model.config import ModelConfig
-from paged_backend.model.layers import gated_silu, inverse_frequencies, rms_norm, rotary_tables
+from paged_backend.model.rotary import inverse_frequencies, rotary_tables
+from paged_kernels import ops
 
 
 class GatedMLP(nn.Module):
@@ -26,9 +27,9 @@ class GatedMLP(nn.Module):
         self.down_weight = nn.Parameter(torch.empty(hidden, inner))
         self.down_bias = nn.Parameter(torch.empty(hidden)) if config.mlp_bias else None
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, backend: str) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
-        inner = gated_silu(functional.linear(hidden, self.gate_up_weight, self.gate_up_bias))
+        inner = ops.silu_mul(functional.linear(hidden, self.gate_up_weight, self.gate_up_bias), backend=backend)
         return functional.linear(inner, self.down_weight, self.down_bias)
 
 
@@ -51,8 +52,11 @@ class DecoderLayer(nn.Module):
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]; see `PagedAttention.forward`."""
-        hidden = hidden + self.attention(rms_norm(hidden, self.input_norm, self.eps), rotary, kv_cache, metadata)
-        return hidden + self.mlp(rms_norm(hidden, self.post_norm, self.eps))
+        backend = metadata.backend
+        normed = ops.rms_norm(hidden, self.input_norm, self.eps, backend=backend)
+        attended = self.attention(normed, rotary, kv_cache, metadata)
+        normed, hidden = ops.add_rms_norm(attended, hidden, self.post_norm, self.eps, backend=backend)
+        return hidden + self.mlp(normed, backend)
 
 
 class Decoder(nn.Module):
@@ -91,7 +95,8 @@ class Decoder(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the rows of `hidden` [R, hidden_size]: float32 [R, vocab_size]."""
-        hidden = rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
+        backend = "triton" if hidden.device.type == "cuda" else "reference"
+        hidden = ops.rms_norm(hidden, self.final_norm, self.config.rms_norm_eps, backend=backend)
         return functional.linear(hidden, self.head).float()
 
     @property

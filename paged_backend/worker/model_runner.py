@@ -181,6 +181,7 @@ class ModelRunner:
             max_query_len=batch.max_query_len,
             max_seq_len=max_seq_len,
             backend=self._backend,
+            total_seq_len=int(batch.seq_lens.sum()),
         )
         input_ids, positions = self._to_device(batch.input_ids), self._to_device(batch.positions)
         return self._model(input_ids, positions, self._kv_cache, metadata)
