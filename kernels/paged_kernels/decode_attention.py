@@ -179,7 +179,11 @@ def settings(
         "BLOCK_M": launch.rows, "BLOCK_D": padded_head_dim(head_dim), "TILE": launch.tile,
         **(options or option_constants()),
     }  # fmt: skip
-    return constants, {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True}
+    compiled = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True}
+    if head_dim > 128:
+        # Shared memory allows few of these programs at once; without a bound ptxas may spill to make room for more.
+        compiled["maxnreg"] = 255
+    return constants, compiled
 
 
 def combine_settings(head_dim: int, query: int = 1) -> tuple[dict, dict]:
