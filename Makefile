@@ -1,6 +1,7 @@
 # make serve   set up .venv and serve the demo model   (MODEL=/path/to/model ARGS="--http-port 9000")
 # make test    lint, type-check and run every test
 # make install only set up .venv
+# make bench   measure this engine and the peers that are set up   (ARGS="w1 --minutes 10"; peers: make bench-peers)
 # The first Python that the bundled Triton Server supports; 3.13 works with a tritonserver on PATH.
 SUPPORTED = import shutil, sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14 if shutil.which("tritonserver") else 13))
 PYTHON ?= $(or $(shell for python in python3 python3.12 python3.11 python3.10; do \
@@ -20,10 +21,10 @@ PATHS := paged_backend kernels model_repository client_examples tests benchmarks
 LINTED := $(wildcard $(PATHS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint format clean
+.PHONY: help install serve test lint format clean bench bench-peers
 
 help:
-	@sed -n '1,3s/^# //p' Makefile
+	@sed -n '1,4s/^# //p' Makefile
 
 install: $(STAMP)
 
@@ -55,6 +56,20 @@ lint: install
 
 test: lint
 	@$(BIN)/python -m pytest $(ARGS)
+
+bench: install
+	@exec $(BIN)/python -m benchmarks.serving $(ARGS)
+
+# What the engine is compared with, each in an environment of its own under .bench/venvs: bench-peer-vllm, ...
+PEERS := vllm llama.cpp transformers
+# vLLM needs Python 3.11 or newer.
+PEER_PYTHON ?= $(or $(shell for python in python3.11 python3.12 python3.13 python3; do \
+  $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done),python3)
+
+bench-peers: $(PEERS:%=bench-peer-%)
+
+bench-peer-%:
+	@$(PEER_PYTHON) benchmarks/serving/setup_peer.py $*
 
 format: install
 	@$(BIN)/ruff check --fix $(LINTED)

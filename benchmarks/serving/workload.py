@@ -18,7 +18,9 @@ import random
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-SEED = 20231023
+# Of the seeds up to 3000 the one whose samples have the means of their ranges most nearly (within 3 %), so that the
+# tables are those of a typical draw.
+SEED = 2418
 DEMO_VOCABULARY = 49152
 # Ids below are the demo model's special tokens, and others' too.
 FIRST_ID = 32
