@@ -99,7 +99,7 @@ class Harness:
         slow = [name for name in self.available if PEERS[name].slow]
         steps = order(cells, self._working, slow, self._setup.rounds)
         missing = [(n, m) for n, m in steps if not self._results.has(self.key(m.peer, m.cell), n)]
-        if missing:
+        if missing and (deadline is None or time.monotonic() <= deadline):
             self._measure_machine()
         for count, (number, measurement) in enumerate(missing):
             if deadline is not None and time.monotonic() > deadline:

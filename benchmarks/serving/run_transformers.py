@@ -69,15 +69,16 @@ class StaticRunner:
             ids[row, longest - len(item.prompt) :] = torch.tensor(item.prompt)
             mask[row, longest - len(item.prompt) :] = 1
         config = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
-        clock, cache = _Clock(), None
+        clock = _Clock()
+        options: dict[str, Any] = {}
         if self._reserved:
-            cache = StaticCache(config=self._model.config, max_cache_len=MAX_MODEL_LEN)
+            options["cache"] = StaticCache(config=self._model.config, max_cache_len=MAX_MODEL_LEN)
         output = self._model.generate(
             ids,
             attention_mask=mask,
             generation_config=config,
             stopping_criteria=[clock],
-            past_key_values=cache,
+            **options,
         )
         if output.shape[1] != longest + count or len(clock.times) != count:
             raise RuntimeError(f"generate gave {output.shape[1] - longest} tokens where {count} were asked for")

@@ -9,6 +9,7 @@ import random
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from benchmarks.roofline import Chunk, Machine, ModelWork, ideal_timelines
 from benchmarks.serving import __main__ as bench
 from benchmarks.serving import setup_peer
 from benchmarks.serving.drive import drive
+from benchmarks.serving.harness import Harness, Setup
 from benchmarks.serving.peers import LABELS, PEERS
 from benchmarks.serving.plots import draw
 from benchmarks.serving.process import PeerError, PeerProcess
@@ -274,6 +276,22 @@ def test_results_of_another_version_are_other_results(tmp_path):
     (tmp_path / "results.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match="--fresh"):
         Results(tmp_path / "results.jsonl")
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path):
+    """What is there is not measured again, and when time is up nothing begins."""
+    said: list[str] = []
+    results = Results(tmp_path / "results.jsonl")
+    cells = select("w5", (), ())
+    setup = Setup("smollm2-135m-instruct", "bfloat16", 2, rounds=2, timeout=1.0)
+    with Harness(setup, ["ours"], results, said.append) as harness:
+        assert not harness.run(cells, deadline=time.monotonic() - 1)
+        assert "2 measurements are missing" in said[-1]
+        for number in range(2):
+            results.add(harness.key("ours", cells[0]), number, {"seconds": 1.0})
+        assert harness.run(cells, deadline=time.monotonic() - 1)
+        assert not harness._processes
+    assert len(said) == 1
 
 
 # --- systems ---
