@@ -3,6 +3,7 @@
 # make install only set up .venv
 # make test-kernels    the tests of kernels/ alone: interpreted, compiled, and on a GPU where there is one
 # make test-triton36   compile every Triton-lang kernel with the release that torch 2.11 brings, in a folder of its own
+# make bench   measure this engine and the peers that are set up   (ARGS="w1 --minutes 10"; peers: make bench-peers)
 # The first Python that the bundled Triton Server supports; 3.13 works with a tritonserver on PATH.
 SUPPORTED = import shutil, sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14 if shutil.which("tritonserver") else 13))
 PYTHON ?= $(or $(shell for python in python3 python3.12 python3.11 python3.10; do \
@@ -22,10 +23,10 @@ PATHS := paged_backend kernels model_repository client_examples tests benchmarks
 LINTED := $(wildcard $(PATHS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-kernels test-triton36 lint format clean
+.PHONY: help install serve test test-kernels test-triton36 lint format clean bench bench-peers
 
 help:
-	@sed -n '1,5s/^# //p' Makefile
+	@sed -n '1,6s/^# //p' Makefile
 
 install: $(STAMP)
 
@@ -70,6 +71,20 @@ $(TRITON36)/.installed: | $(STAMP)
 
 test-triton36: $(TRITON36)/.installed
 	@PYTHONPATH=$(TRITON36):kernels $(BIN)/python tests/kernels/compile_gate.py
+
+bench: install
+	@exec $(BIN)/python -m benchmarks.serving $(ARGS)
+
+# What the engine is compared with, each in an environment of its own under .bench/venvs: bench-peer-vllm, ...
+PEERS := vllm llama.cpp transformers
+# vLLM needs Python 3.11 or newer.
+PEER_PYTHON ?= $(or $(shell for python in python3.11 python3.12 python3.13 python3; do \
+  $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done),python3)
+
+bench-peers: $(PEERS:%=bench-peer-%)
+
+bench-peer-%:
+	@$(PEER_PYTHON) benchmarks/serving/setup_peer.py $*
 
 format: install
 	@$(BIN)/ruff check --fix $(LINTED)

@@ -1,0 +1,141 @@
+"""This project's engine through Triton Server: a server of its own on free ports, requests over gRPC streaming.
+
+All requests travel on one stream of one connection: the client shares the machine's cores with the server, so it should
+cost as little as a client can. Token ids in, token ids out, as in the offline runner.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tritonclient import grpc
+
+from benchmarks.serving.drive import drive
+from benchmarks.serving.protocol import Options, serve
+from benchmarks.serving.run_paged import engine_arguments
+from benchmarks.serving.stats import Timeline
+from benchmarks.serving.workload import Item, Plan
+
+ROOT = Path(__file__).resolve().parents[2]
+_GRPC_URL = re.compile(r"^HTTP \S+  gRPC (\S+)  metrics", re.MULTILINE)
+_READY_SECONDS = 180.0
+_ANSWER_SECONDS = 300.0
+_STOP_SECONDS = 60.0
+
+
+class _Server:
+    """`paged-backend serve` on a repository with the engine model alone."""
+
+    def __init__(self, arguments: dict[str, object]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="paged-bench-")
+        models, self._log = Path(self._folder.name, "models"), Path(self._folder.name, "log")
+        shutil.copytree(ROOT / "model_repository" / "paged_llm", models / "paged_llm")
+        (models / "paged_llm" / "1" / "model.json").write_text(json.dumps(arguments))
+        ports = [f"--{service}-port=0" for service in ("http", "grpc", "metrics")]
+        command = [sys.executable, "-m", "paged_backend.cli", "serve", *ports, "--model-repository", str(models)]
+        variables = {key: value for key, value in os.environ.items() if key != "PAGED_BACKEND_MODEL"}
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def wait_ready(self) -> str:
+        """The gRPC address, once the model is served.
+
+        Raises:
+            RuntimeError: it ended, or took too long; the message has the end of its log.
+        """
+        deadline = time.monotonic() + _READY_SECONDS
+        while True:
+            printed = self._log.read_text(errors="replace")
+            if found := _GRPC_URL.search(printed):
+                return found[1]
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the server is not ready: {printed[-1500:]}")
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        """As Ctrl-C does; a second time, or a server that does not listen, is ended at once."""
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()
+
+
+class TritonRunner:
+    """See `protocol.Runner`."""
+
+    def __init__(self, options: Options) -> None:
+        self.versions = {name: version(name) for name in ("paged-backend", "nvidia-pytriton", "tritonclient")}
+        self._answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+        self._server = _Server(engine_arguments(options))
+        try:
+            self._client = grpc.InferenceServerClient(self._server.wait_ready())
+        except BaseException:
+            self._server.stop()
+            raise
+        self._client.start_stream(lambda result, error: self._answers.put((result, error)))
+        self._outputs = [grpc.InferRequestedOutput("output_ids")]
+
+    def run(self, plan: Plan) -> list[Timeline]:
+        if plan.prefix:
+            drive(self, Plan([Item(0.0, plan.prefix, 1)], 1))
+        return drive(self, plan)
+
+    def extras(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        try:
+            self._client.stop_stream(cancel_requests=True)
+            self._client.close()
+        finally:
+            self._server.stop()
+
+    def add(self, index: int, item: Item) -> None:
+        parameters = {"temperature": 0.0, "max_tokens": item.output_tokens, "ignore_eos": True}
+        inputs = [
+            _tensor("input_ids", np.array(item.prompt, dtype=np.int32), "INT32"),
+            _tensor("stream", np.array([True]), "BOOL"),
+            _tensor("sampling_parameters", np.array([json.dumps(parameters).encode()], dtype=np.object_), "BYTES"),
+        ]
+        self._client.async_stream_infer("paged_llm", inputs, outputs=self._outputs, request_id=str(index + 1))
+
+    def step(self) -> Iterable[tuple[int, int]]:
+        answers = [self._answers.get(timeout=_ANSWER_SECONDS)]
+        while not self._answers.empty():
+            answers.append(self._answers.get())
+        tokens = []
+        for result, error in answers:
+            if error is not None:
+                raise error
+            ids = result.as_numpy("output_ids")
+            if ids is not None and ids.size:
+                tokens.append((int(result.get_response().id) - 1, ids.size))
+        return tokens
+
+
+def _tensor(name: str, data: np.ndarray, kind: str) -> grpc.InferInput:
+    tensor = grpc.InferInput(name, list(data.shape), kind)
+    tensor.set_data_from_numpy(data)
+    return tensor
+
+
+if __name__ == "__main__":
+    serve(TritonRunner, __doc__)
