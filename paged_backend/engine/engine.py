@@ -56,7 +56,7 @@ class Engine:
         self._sequences: dict[int, Sequence] = {}
         self._searches: dict[str, BeamSearch] = {}
         self._deadlines: list[tuple[float, str]] = []
-        self._steps = StepPipeline(self.worker.execute, 2 if self.config.async_scheduling else 1)
+        self._steps = StepPipeline(lambda plan: self.worker.execute(plan), 2 if self.config.async_scheduling else 1)
         # Live requests of which no step can be planned before the last one's results are known.
         self._num_lockstep = 0
         self._counts = dict.fromkeys(

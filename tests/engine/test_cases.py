@@ -165,7 +165,8 @@ def test_a_deadline_ends_a_request_and_frees_its_blocks(make, is_first, monkeypa
     late, patient = requests["late"], requests["patient"]
     engine.step()
     assert (late.first_token_time is not None) == is_first
-    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 61.0))
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 61.0, perf_counter_ns=time.perf_counter_ns)
+    monkeypatch.setattr(engine_module, "time", clock)
     ended = [delta for delta in engine.step() if delta.request_id == "late"]
     assert [(delta.finish_reason, delta.request_finished) for delta in ended] == [("timeout", True)]
     assert engine.live_request_ids() == ["patient"]
