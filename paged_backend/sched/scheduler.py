@@ -158,7 +158,7 @@ class Scheduler:
                 seq_id, start = sequence.seq_id, sequence.num_computed_tokens
                 if sequence.num_missing_tokens == 1 and start % block_size and seq_id in rows:
                     sequence.num_computed_tokens = start + 1
-                    sequence.num_pending_tokens += 1
+                    self._expect_token(sequence)
                     if (start + 1) % block_size == 0:
                         self.prefix_cache.register(sequence)
                     plan.scheduled.append(ScheduledSequence(seq_id, start, 1, (seq_id,)))
