@@ -46,6 +46,9 @@ class Scheduler:
         self.num_swapped_in = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        # The first in line that others have passed, and how many did.
+        self._passed: Request | None = None
+        self._num_passed = 0
         # Rows the worker holds, those of them it must drop at the next step, and tokens it must be told.
         self._worker_rows: set[int] = set()
         # Rows set aside for each running request.
@@ -174,14 +177,34 @@ class Scheduler:
             self._commit(request, work, changes, plan)
 
     def _schedule_waiting(self, plan: SchedulerOutput) -> None:
-        """Admit waiting requests in order until budget, rows or blocks run out (the head never lets others pass)."""
+        """Admit waiting requests in order until budget, rows or blocks run out."""
         while len(self.waiting) and self._budget(plan) > 0:
-            request = self.waiting.first()
-            if self._num_reserved_rows + request.num_rows > self.policy.max_num_seqs:
+            request = self._next_to_admit()
+            if request is None:
                 return
+            passes = request is not self.waiting.first()
             admitted = self._swap_in if request.status is RequestStatus.SWAPPED else self._admit
             if not admitted(request, plan):
                 return
+            self._num_passed += passes
+
+    def _next_to_admit(self) -> Request | None:
+        """The first in line, or, while that waits for more rows than are free, the first behind it for which they do.
+
+        Otherwise one request with many outputs would leave nearly all rows idle. So many may pass as there are rows,
+        then nobody: it must not wait for ever. Nobody passes a request of a better class, or one that waits for blocks.
+        """
+        first, free = self.waiting.first(), self.policy.max_num_seqs - self._num_reserved_rows
+        if first.num_rows <= free:
+            return first
+        if self._passed is not first:
+            self._passed, self._num_passed = first, 0
+        if free == 0 or self._num_passed >= self.policy.max_num_seqs:
+            return None
+        for request in self.waiting:
+            if request.num_rows <= free and not self.waiting.outranks(first, request):
+                return request
+        return None
 
     # --- steps the phases are made of ---
 

@@ -78,6 +78,32 @@ def test_the_head_of_the_line_lets_nobody_pass():
     assert harness.finished_order[0] == "first"
 
 
+def test_a_request_of_many_rows_does_not_leave_the_others_idle():
+    """It waits for all its rows; others may use them meanwhile, but not for ever."""
+    harness = Harness(max_num_seqs=4, num_blocks=200)
+    harness.add("long", [1, 2, 3], 60)
+    harness.step()
+    harness.add("wide", [4, 5], [2] * 4)
+    for number in range(12):
+        harness.add(f"short {number}", [6, number], 2)
+    for _ in range(30):
+        harness.step()
+    # Three rows are free: the short ones go through them, as many as there are rows, and then the line holds.
+    assert harness.finished_order == [f"short {number}" for number in range(4)]
+    harness.run()
+    assert harness.finished_order[4:6] == ["long", "wide"]
+
+
+def test_nobody_of_a_lower_class_passes():
+    harness = Harness(max_num_seqs=4, num_blocks=200, order="priority")
+    harness.add("long", [1, 2, 3], 30, priority=0)
+    harness.step()
+    harness.add("wide", [4, 5], [2] * 4, priority=1)
+    harness.add("later", [6], 2, priority=2)
+    harness.run()
+    assert harness.finished_order == ["long", "wide", "later"]
+
+
 def test_a_short_request_overtakes_a_long_one_by_finishing_between_its_steps():
     harness = Harness()
     harness.add("long", [1], 50)
