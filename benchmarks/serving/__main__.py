@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ from paged_backend.errors import PagedBackendError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run; returns the exit code: 0 when all tables are complete, 1 when time was up before, 2 for a mistake."""
     parsed = _parser().parse_args(arguments)
+    # As Ctrl-C: the systems' processes must end too.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return _run(parsed)
     except (PagedBackendError, ValueError) as error:
@@ -33,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped; run the same again to go on")
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run(parsed: argparse.Namespace) -> int:

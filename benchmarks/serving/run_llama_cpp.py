@@ -8,6 +8,7 @@ common prefix is computed once and copied into each slot.
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,8 +23,16 @@ from benchmarks.serving.stats import Timeline
 from benchmarks.serving.workload import Item, Plan
 
 BATCH_TOKENS = 512
+_WARNING = 3
 # A slot's context is a multiple of this.
 _CONTEXT_STEP = 256
+
+
+@llama_cpp.llama_log_callback
+def _log(level: int, text: bytes, _data: object) -> None:
+    """Warnings and errors; by default thousands of lines of debugging come with every context."""
+    if _WARNING <= level <= _WARNING + 1:
+        print(text.decode(errors="replace"), end="", file=sys.stderr)
 
 
 @dataclass
@@ -40,6 +49,7 @@ class LlamaCppRunner:
     """See `protocol.Runner`. `options.model` is a GGUF file of the wanted type."""
 
     def __init__(self, options: Options) -> None:
+        llama_cpp.llama_log_set(_log, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         parameters = llama_cpp.llama_model_default_params()
         parameters.n_gpu_layers = 0
