@@ -104,8 +104,9 @@ def undeclared(folders: set[str], extras: set[str | None]) -> set[str]:
     allowed |= NOT_DEPENDENCIES | OURS | set(sys.stdlib_module_names)
     files = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in folders]
     if folders & {"tests", "client_examples"}:
-        # Helper modules beside the scripts, and folders of them.
-        allowed |= {name for path in files for name in (path.stem, path.parent.name)}
+        # Helper modules beside the scripts, and folders of them; tests also use the examples'.
+        helpers = files + [path for path in SOURCES if path.relative_to(ROOT).parts[0] == "client_examples"]
+        allowed |= {name for path in helpers for name in (path.stem, path.parent.name)}
     return {name.split(".")[0] for path in files for name in imported_modules(path)} - allowed
 
 
