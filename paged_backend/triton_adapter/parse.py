@@ -15,6 +15,7 @@ from typing import Any
 
 from paged_backend.chat import render_chat
 from paged_backend.errors import InvalidRequestError, UnsupportedError
+from paged_backend.param_checks import json_problem
 from paged_backend.sampling_params import SamplingParams
 from paged_backend.tokenizer import Tokenizer
 from paged_backend.triton_adapter.aliases import RETURN_LOG_PROBS, alias_parameters
@@ -241,7 +242,7 @@ def _json(text: str | None, field: str) -> Any:
     try:
         return None if text is None else json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"`{field}` is not valid JSON: {error}", field=field) from error
+        raise InvalidRequestError(f"`{field}` is not valid JSON: {json_problem(error)}", field=field) from error
 
 
 def _typed(name: str, value: Any) -> Any:

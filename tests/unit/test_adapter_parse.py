@@ -455,3 +455,12 @@ def test_bad_aliases_are_named(tensors, field):
 def test_return_log_probs_asks_for_both():
     options = parse_request(Request(text_input="Hi", return_log_probs=True)).options
     assert options.outputs == {"text_output", "logprobs", "cumulative_logprob"}
+
+
+@pytest.mark.parametrize(("text", "problem"), [
+    ('{"seed": ' + "1" * 5000 + "}", "a number in it is too long"),
+    ('{"stop": ' + "[" * 100_000 + "]" * 100_000 + "}", "it is nested too deeply"),
+])  # fmt: skip
+def test_json_beyond_the_parsers_limits_is_refused_in_plain_words(text, problem):
+    error = refused(Request(text_input="Hi", sampling_parameters=text))
+    assert str(error) == f"`sampling_parameters` is not valid JSON: {problem}"
