@@ -88,8 +88,10 @@ def _with_plain_text(message: Mapping[str, Any], position: int) -> Mapping[str, 
     texts = []
     for part in parts:
         if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-            f'`messages`[{position}]: a part of a content must be {{"type": "text", "text": "..."}}: this model '
-            "reads text only"
+            problem = (
+                f'`messages`[{position}]: a part of a content must be {{"type": "text", "text": "..."}}: this model '
+                "reads text only"
+            )
             raise UnsupportedError(problem, field="messages")
         texts.append(part["text"])
     return {**message, "content": "\n".join(texts)}

@@ -162,7 +162,7 @@ def _prompt_content(prompt: Prompt) -> str | list[int]:
             return list(token_ids) if isinstance(token_ids, Iterable) else token_ids
         if isinstance(prompt.get("prompt"), str):
             return prompt["prompt"]
-    if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
+    if isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes, bytearray)):
         return list(prompt)  # the engine checks the ids
     message = f'`prompt` must be a string, a list of token ids or {{"prompt_token_ids": [...]}}, got {show(prompt)}'
     raise InvalidRequestError(message, field="prompt")

@@ -63,6 +63,12 @@ def test_a_content_of_the_wrong_type_is_named(tokenizer, content):
         render_chat(tokenizer, [*MESSAGES, {"role": "user", "content": content}])
 
 
+def test_a_part_that_is_not_text_is_named(tokenizer):
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    with pytest.raises(UnsupportedError, match=r"`messages`\[1\]: a part .*text only"):
+        render_chat(tokenizer, [*MESSAGES, image])
+
+
 def test_template_helpers():
     template = (
         "{{ bos_token }}{% for t in tools %}{{ t | tojson }}{% endfor %}{% for m in messages %}{% break %}{% endfor %}"
