@@ -17,6 +17,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from paged_backend.errors import InvalidRequestError, UnsupportedError
+from paged_backend.param_checks import show
 from paged_backend.tokenizer import Tokenizer
 
 
@@ -32,7 +33,7 @@ def render_chat(
     Args:
         tokenizer: of the model whose chat template is used.
         messages: at least one mapping with a string `role` and, as a rule, a `content`: a string, or a list of parts
-            `{"type": "text", "text": "..."}`, which are joined by line ends.
+            `{"type": "text", "text": "..."}`, which are joined by line ends. None stands for an empty string.
         tools: tool descriptions, handed to the template as they are.
         add_generation_prompt: end with what begins an answer of the assistant.
 
@@ -45,7 +46,7 @@ def render_chat(
     _check_messages(messages)
     if tools is not None and not (isinstance(tools, (list, tuple)) and all(isinstance(t, Mapping) for t in tools)):
         raise InvalidRequestError("`tools` must be a list of objects", field="tools")
-    plain = [_with_plain_text(message) for message in messages]
+    plain = [_with_plain_text(message, position) for position, message in enumerate(messages)]
     try:
         return _compile(tokenizer.chat_template).render(
             messages=plain,
@@ -71,16 +72,25 @@ def _check_messages(messages: object) -> None:
             raise InvalidRequestError(problem, field="messages")
 
 
-def _with_plain_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with the parts of its content joined: most templates take a string and nothing else."""
+def _with_plain_text(message: Mapping[str, Any], position: int) -> Mapping[str, Any]:
+    """The message with its content as one string: most templates take nothing else.
+
+    No content is what OpenAI's clients send beside `tool_calls`; templates ask whether there is some, or append it.
+    """
     parts = message.get("content")
-    if not isinstance(parts, (list, tuple)):
+    if parts is None and ("content" in message or message.get("tool_calls")):
+        return {**message, "content": ""}
+    if parts is None or isinstance(parts, str):
         return message
+    if not isinstance(parts, (list, tuple)):
+        problem = f'`messages`[{position}]: the "content" must be a string, null or a list of parts, got {show(parts)}'
+        raise InvalidRequestError(problem, field="messages")
     texts = []
     for part in parts:
         if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
             problem = (
-                '`messages`: a part of a content must be {"type": "text", "text": "..."}: this model reads text only'
+                f'`messages`[{position}]: a part of a content must be {{"type": "text", "text": "..."}}: this model '
+                "reads text only"
             )
             raise UnsupportedError(problem, field="messages")
         texts.append(part["text"])

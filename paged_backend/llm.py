@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from numbers import Integral
+from typing import Any, cast
 
 from tqdm import tqdm
 
@@ -13,10 +14,11 @@ from paged_backend.config import DEFAULT_MODEL, EngineConfig
 from paged_backend.engine.engine import Engine
 from paged_backend.engine.outputs import CompletionOutput, RequestOutput, SequenceDelta
 from paged_backend.errors import EngineDeadError, InvalidRequestError, UnsupportedError
+from paged_backend.param_checks import show
 from paged_backend.request import Request
 from paged_backend.sampling_params import SamplingParams
 
-Prompt = str | Mapping[str, Any]
+Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class LLM:
@@ -50,7 +52,8 @@ class LLM:
         """Generate for each prompt; the outputs come in the order of the prompts.
 
         Args:
-            prompts: a string, a mapping `{"prompt_token_ids": [...]}` (or `{"prompt": "..."}`), or a list of these.
+            prompts: a string, a list of token ids, a mapping `{"prompt_token_ids": [...]}` (or `{"prompt": "..."}`),
+                or a list of these.
             sampling_params: for all prompts, or one each; None is `SamplingParams()`.
             use_tqdm: show a progress bar.
 
@@ -131,9 +134,16 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if isinstance(prompts, Sequence) and not isinstance(prompts, (bytes, bytearray)):
-        return list(prompts)
-    message = f"must be a string, a mapping or a list of these, got {type(prompts).__name__}"
+        if prompts and all(map(_is_token_id, prompts)):
+            return [cast("Sequence[int]", prompts)]
+        return list(cast("Sequence[Prompt]", prompts))
+    message = f"must be a string, token ids, a mapping or a list of these, got {type(prompts).__name__}"
     raise InvalidRequestError(f"`prompts` {message}", field="prompts")
+
+
+def _is_token_id(item: object) -> bool:
+    """Whether it is an integer, numpy's included; the engine knows the vocabulary's bounds."""
+    return isinstance(item, Integral) and not isinstance(item, bool)
 
 
 def _conversations(messages: Any) -> Sequence[Any]:
@@ -152,7 +162,9 @@ def _prompt_content(prompt: Prompt) -> str | list[int]:
             return list(token_ids) if isinstance(token_ids, Iterable) else token_ids
         if isinstance(prompt.get("prompt"), str):
             return prompt["prompt"]
-    message = f'a prompt must be a string or {{"prompt_token_ids": [...]}}, got {type(prompt).__name__}'
+    if isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes, bytearray)):
+        return list(prompt)  # the engine checks the ids
+    message = f'`prompt` must be a string, a list of token ids or {{"prompt_token_ids": [...]}}, got {show(prompt)}'
     raise InvalidRequestError(message, field="prompt")
 
 

@@ -30,6 +30,15 @@ def show(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 
+def json_problem(error: Exception) -> str:
+    """What is wrong with a text that `json` could not read, without advice on Python's own settings."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if "integer string conversion" in str(error):
+        return "a number in it is too long"
+    return str(error)
+
+
 def bad(name: str, what: str) -> InvalidRequestError:
     """The error of a sampling parameter."""
     return InvalidRequestError(f"sampling parameter `{name}` {what}", field=name)

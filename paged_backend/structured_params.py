@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from paged_backend.errors import UnsupportedError
-from paged_backend.param_checks import bad, check_flag, check_text, check_texts, show, unknown
+from paged_backend.param_checks import bad, check_flag, check_text, check_texts, json_problem, show, unknown
 
 _NAME = "structured_outputs"
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
@@ -25,7 +25,7 @@ class StructuredOutputs:
     """The form of an output; exactly one of the first five is given.
 
     Args:
-        json: a JSON schema, as an object or as its text.
+        json: a JSON schema, as an object or as its text; `true` is any JSON value.
         json_object: any JSON object.
         regex: a regular expression that the whole output matches.
         choice: the output is one of these strings.
@@ -106,7 +106,10 @@ def _schema_text(schema: object) -> str:
         value = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
-        raise bad(name, f"is not valid JSON: {show(str(error))}") from error
+        raise bad(name, f"is not valid JSON: {show(json_problem(error))}") from error
     if not isinstance(value, (dict, bool)):
         raise bad(name, f"must be a JSON schema (an object), got {show(value)}")
-    return text
+    if value is False:
+        raise bad(name, "is the schema `false`, which no output can have")
+    # The schema `true` is another word for the empty one.
+    return "{}" if value is True else text

@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "model_source": {"errors", "config"},
     "model_files": {"errors", "model_source"},
     "tokenizer": {"errors", "param_checks", "model_source", "model_files"},
-    "chat": {"errors", "tokenizer"},
+    "chat": {"errors", "param_checks", "tokenizer"},
     "structured": _BASE | {"tokenizer"},
     "request": _BASE,
     "kv": _BASE | {"request"},

@@ -28,7 +28,7 @@ from paged_backend.sched.output import SchedulerOutput, WorkerOutput
 from paged_backend.sched.policy import SchedulerPolicy
 from paged_backend.sched.scheduler import Scheduler
 from paged_backend.tokenizer import Tokenizer
-from paged_backend.worker.worker import Worker
+from paged_backend.worker.worker import Worker, check_model
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        check_model(config)
         self.tokenizer = _load_tokenizer(config)
         self.worker = Worker(config)
         self.config = self.worker.resolved

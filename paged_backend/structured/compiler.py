@@ -109,7 +109,11 @@ class GrammarCompiler:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
-        matcher = LLMatcher(self._read_vocabulary(), text, log_level=0, limits=limits)
+        vocabulary = self._read_vocabulary()
+        try:
+            matcher = LLMatcher(vocabulary, text, log_level=0, limits=limits)
+        except Exception as error:  # whatever the library raises is about this form
+            raise refused(str(error)) from error
         if matcher.is_error():
             raise refused(matcher.get_error())
         return CompiledGrammar(matcher)

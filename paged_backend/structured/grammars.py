@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from paged_backend.errors import PagedBackendError
 from paged_backend.param_checks import bad
 from paged_backend.structured_params import StructuredOutputs
 
@@ -19,8 +20,22 @@ def grammar_text(wanted: StructuredOutputs) -> str:
     """The grammar of a form, in the notation of llguidance; equal forms give equal texts.
 
     Raises:
-        InvalidRequestError: an EBNF grammar is malformed, or a schema nested too deeply.
+        InvalidRequestError: the form is malformed.
+        ImportError: llguidance is missing.
     """
+    try:
+        return _written(wanted)
+    except RecursionError as error:
+        raise refused("it is nested too deeply") from error
+    except UnicodeEncodeError as error:
+        raise refused("it is not valid Unicode") from error
+    except (ValueError, TypeError, OverflowError) as error:
+        if isinstance(error, PagedBackendError):
+            raise
+        raise refused(str(error)) from error
+
+
+def _written(wanted: StructuredOutputs) -> str:
     from llguidance import LLMatcher, regex_to_lark
 
     if wanted.regex is not None:
@@ -32,12 +47,9 @@ def grammar_text(wanted: StructuredOutputs) -> str:
         return LLMatcher.grammar_from_lark(f"start: {strings}")
     if wanted.grammar is not None:
         return LLMatcher.grammar_from_lark(_lark(wanted.grammar))
-    try:
-        schema = json.loads(_ANY_OBJECT if wanted.json is None else str(wanted.json))
-        if wanted.disable_additional_properties:
-            schema = _closed(schema)
-    except RecursionError as error:
-        raise refused("the schema is nested too deeply") from error
+    schema = json.loads(_ANY_OBJECT if wanted.json is None else str(wanted.json))
+    if wanted.disable_additional_properties:
+        schema = _closed(schema)
     options: dict[str, Any] = {}
     if wanted.disable_any_whitespace:
         options["whitespace_flexible"] = False

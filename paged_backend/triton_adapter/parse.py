@@ -15,13 +15,15 @@ from typing import Any
 
 from paged_backend.chat import render_chat
 from paged_backend.errors import InvalidRequestError, UnsupportedError
+from paged_backend.param_checks import json_problem
 from paged_backend.sampling_params import SamplingParams
 from paged_backend.tokenizer import Tokenizer
 from paged_backend.triton_adapter.aliases import RETURN_LOG_PROBS, alias_parameters
 from paged_backend.triton_adapter.tensors import LLM_OUTPUTS, RequestTensors
 
 _ALL_OUTPUTS = frozenset(spec.name for spec in LLM_OUTPUTS)
-# Output tensors computed only if the BOOL input `return_<name>` says so, as with the vLLM backend.
+# Output tensors computed only if the BOOL input `return_<name>` says so, as with the vLLM backend, or if the client
+# names them and that input is not there.
 _FLAGGED = (
     "finish_reason",
     "cumulative_logprob",
@@ -172,11 +174,15 @@ def _prepend(tensors: RequestTensors, stream: bool, *, is_chat: bool) -> bool:
 def _outputs(
     tensors: RequestTensors, requested: Iterable[str], params: SamplingParams, *, is_text: bool
 ) -> frozenset[str]:
-    flagged = {name for name in _FLAGGED if tensors.boolean(f"return_{name}")}
+    names = frozenset(requested)
+    flags = {name: tensors.boolean(f"return_{name}") for name in _FLAGGED}
+    # An ensemble names all that any of its clients may want.
+    if names < _ALL_OUTPUTS and "text_window_ids" not in names:
+        flags = {name: name in names if flag is None else flag for name, flag in flags.items()}
+    wanted = {name for name, flag in flags.items() if flag}
     if tensors.boolean(RETURN_LOG_PROBS):
-        flagged |= {"logprobs", "cumulative_logprob"}
-    unwanted = set(_FLAGGED) - flagged
-    outputs = _defaults(requested, is_text=is_text) - unwanted
+        wanted |= {"logprobs", "cumulative_logprob"}
+    outputs = _defaults(names, is_text=is_text) - (set(_FLAGGED) - wanted)
     if "text_window_ids" in outputs and not (params.spaces_between_special_tokens or params.skip_special_tokens):
         message = "`spaces_between_special_tokens` false is not supported in the ensemble: use the engine model"
         raise UnsupportedError(message, field="spaces_between_special_tokens")
@@ -241,7 +247,7 @@ def _json(text: str | None, field: str) -> Any:
     try:
         return None if text is None else json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"`{field}` is not valid JSON: {error}", field=field) from error
+        raise InvalidRequestError(f"`{field}` is not valid JSON: {json_problem(error)}", field=field) from error
 
 
 def _typed(name: str, value: Any) -> Any:

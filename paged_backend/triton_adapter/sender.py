@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paged_backend.engine.outputs import SequenceDelta
-from paged_backend.errors import DeadlineExceededError, PagedBackendError, RequestCancelledError
+from paged_backend.errors import DeadlineExceededError, InvalidRequestError, PagedBackendError, RequestCancelledError
 from paged_backend.request import Request
 from paged_backend.triton_adapter.metrics import RequestRecord
 from paged_backend.triton_adapter.parse import ResponseOptions
@@ -79,6 +79,9 @@ class ResponseStream:
         self._io_lock = threading.Lock()
         self._closed = False
         self._cancelled = False
+        # Of an output that ended with the finish reason `error`: what went wrong; and whether another one ended well.
+        self._failure: str | None = None
+        self._any_well = False
         # Of a cumulative stream: what each sequence has said so far.
         self._said: dict[int, Chunk] = {}
 
@@ -112,6 +115,8 @@ class ResponseStream:
                 self._give_up()
             closed = self._closed
         if closed:
+            if self._failure is not None and error is None:
+                logger.warning("request %s: an output could not be completed: %s", self.key, self._failure)
             self._on_close(self)
 
     @property
@@ -149,6 +154,10 @@ class ResponseStream:
         if delta.index not in self._chunks:
             self._chunks[delta.index] = Chunk(delta.index)
         self._chunks[delta.index].add(delta)
+        if delta.finish_reason == "error":
+            self._failure = str(delta.stop_reason)
+        elif delta.finish_reason is not None:
+            self._any_well = True
         if delta.request_finished:
             self._ended = True
             if delta.finish_reason == "abort":
@@ -156,6 +165,10 @@ class ResponseStream:
             elif delta.finish_reason == "timeout":
                 message = "the request's timeout passed before it finished: give it more time or fewer tokens"
                 self._error = DeadlineExceededError(message, request_id=self.client_id)
+            elif self._failure is not None and not self._any_well and "finish_reason" not in self._options.outputs:
+                # Else the client would take what there is, perhaps nothing, for an answer.
+                message = f"the output could not be completed: {self._failure}"
+                self._error = InvalidRequestError(message, request_id=self.client_id)
 
     def _has_news(self) -> bool:
         if self._ended:

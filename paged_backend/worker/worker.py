@@ -148,6 +148,15 @@ class Worker:
         return dataclasses.replace(partial, num_kv_blocks=fit_num_blocks(partial, self.shape, budget, source))
 
 
+def check_model(config: EngineConfig) -> None:
+    """Read the model's own configuration, so that a model which cannot be served is told before anything is loaded.
+
+    Raises:
+        ModelLoadError, UnsupportedError: the model is missing, or not one that can be served.
+    """
+    read_model_config(resolve_model(config.model))
+
+
 def _check_fits(num_kv_blocks: int, config: EngineConfig, shape: ModelShape, available: int) -> None:
     needed = (num_kv_blocks + 1) * kv_block_bytes(shape, config.block_size, config.dtype)
     if needed > available:

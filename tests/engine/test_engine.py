@@ -342,7 +342,7 @@ def test_llm_text_stop_strings_and_eos():
             llm.generate("x", [greedy, greedy])
         with pytest.raises(InvalidRequestError, match="prompt_token_ids"):
             llm.generate([{"prompt_tokens": [1]}])
-        for prompts in (None, 5, b"x", [5], [None], {"prompt_token_ids": "ab"}, {"prompt_token_ids": 5}):
+        for prompts in (None, 5, b"x", [None], {"prompt_token_ids": "ab"}, {"prompt_token_ids": 5}):
             with pytest.raises(InvalidRequestError, match="prompt"):
                 llm.generate(prompts, greedy, use_tqdm=False)
         for params in (5, {"temperature": 0}, [{"temperature": 0}], "x"):

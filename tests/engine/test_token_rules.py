@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paged_backend import LLM, SamplingParams
-from paged_backend.errors import InvalidRequestError, UnsupportedError
+from paged_backend.errors import InvalidRequestError, ModelLoadError, UnsupportedError
 
 EOS = 2
 GREEDY = {"temperature": 0, "max_tokens": 12}
@@ -288,3 +288,24 @@ def test_numbers_in_json_are_finite(llm):
     assert math.isfinite(output.cumulative_logprob)
     total = sum(position[i].logprob for position, i in zip(output.logprobs, output.token_ids, strict=True))
     assert output.cumulative_logprob == pytest.approx(total, rel=1e-6)
+
+
+def test_a_list_of_token_ids_is_a_prompt(llm):
+    params = SamplingParams(**GREEDY)
+    (wanted,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
+    for prompts in ([[5, 6, 7]], [5, 6, 7], [(5, 6, 7)], list(np.array([5, 6, 7]))):
+        (output,) = llm.generate(prompts, params, use_tqdm=False)
+        assert (output.prompt_token_ids, output.outputs) == ([5, 6, 7], wanted.outputs)
+    several = llm.generate([[5, 6, 7], "the cat"], params, use_tqdm=False)
+    assert [output.prompt for output in several] == [None, "the cat"]
+    for prompts in ([5, "a"], [[5, "a"]], [[5, True]], [[5], 6], [[5.0]], [[-1]], [[]]):
+        with pytest.raises(InvalidRequestError, match="`prompt`"):
+            llm.generate(prompts, params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("written", ["{", json.dumps({"architectures": ["NoSuchModel"]})])
+def test_a_model_that_cannot_be_served_is_told_before_its_missing_tokenizer(tmp_path, written):
+    (tmp_path / "config.json").write_text(written)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises((ModelLoadError, UnsupportedError), match=r"config\.json|NoSuchModel"):
+        LLM(str(tmp_path))

@@ -455,3 +455,22 @@ def test_bad_aliases_are_named(tensors, field):
 def test_return_log_probs_asks_for_both():
     options = parse_request(Request(text_input="Hi", return_log_probs=True)).options
     assert options.outputs == {"text_output", "logprobs", "cumulative_logprob"}
+
+
+@pytest.mark.parametrize(("text", "problem"), [
+    ('{"seed": ' + "1" * 5000 + "}", "a number in it is too long"),
+    ('{"stop": ' + "[" * 100_000 + "]" * 100_000 + "}", "it is nested too deeply"),
+])  # fmt: skip
+def test_json_beyond_the_parsers_limits_is_refused_in_plain_words(text, problem):
+    error = refused(Request(text_input="Hi", sampling_parameters=text))
+    assert str(error) == f"`sampling_parameters` is not valid JSON: {problem}"
+
+
+def test_an_output_asked_for_by_name_needs_no_flag():
+    names = {"text_output", "finish_reason", "logprobs"}
+    assert parse_request(Request(text_input="Hi", outputs=names)).options.outputs == names
+    parsed = parse_request(Request(text_input="Hi", outputs=names, return_logprobs=False))
+    assert parsed.options.outputs == names - {"logprobs"}
+    # The ensemble names them whatever its client wants; a client that names none is asked for all by the server.
+    for outputs in ({"text_window_ids", "text_window_spans", *names} - {"text_output"}, ALL_OUTPUTS):
+        assert not parse_request(Request(text_input="Hi", outputs=outputs)).options.outputs & {"finish_reason"}

@@ -196,6 +196,40 @@ def test_a_passed_timeout_is_an_error():
     assert sender.finals == 1
 
 
+def _ended(*events, **options):
+    sender = Sender()
+    stream, _ = make_stream(sender, prefix="the prompt: ", **{"stream": False, **options})
+    for event in events:
+        stream.sink(event)
+    stream.flush()
+    assert sender.finals == 1
+    return sender, [(r.error.code, r.error.message) for r in sender.sent if r.error]
+
+
+def dead_end(index=0, last=True):
+    return SequenceDelta("1:", index, [], "", None, "error", "no token is left", last)
+
+
+@pytest.mark.parametrize("events", [[dead_end()], [delta("a"), dead_end()], [dead_end(1, last=False), dead_end()]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_output_that_cannot_be_completed_is_an_error(events, stream):
+    _, errors = _ended(*events, stream=stream)
+    assert errors == [("INVALID_ARG", "the output could not be completed: no token is left")]
+
+
+@pytest.mark.parametrize(("events", "outputs"), [
+    ([delta("a"), dead_end()], TEXT | {"finish_reason"}),
+    ([delta("a", finish="stop"), dead_end(1)], TEXT),
+    ([dead_end(1, last=False), delta("a", finish="stop", last=True)], TEXT),
+])  # fmt: skip
+def test_a_finish_reason_or_another_output_is_answered_and_the_failure_logged(events, outputs, caplog):
+    sender, errors = _ended(*events, outputs=outputs)
+    assert not errors
+    assert sender.texts == ["the prompt: a"]
+    assert ("finish_reason" not in outputs) or sender.sent[0].tensors["finish_reason"].tolist() == [b"error"]
+    assert "no token is left" in caplog.text
+
+
 def test_steps_without_text_wait_and_lose_no_tokens():
     sender, scheduled = Sender(), []
     stream, _ = make_stream(sender, {"text_output", "num_output_tokens"}, schedule=scheduled.append)

@@ -48,6 +48,27 @@ def test_as_transformers_renders_it(tokenizer, messages):
     assert render_chat(tokenizer, messages) == expected
 
 
+CALLS = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]}
+
+
+@pytest.mark.parametrize("message", [{**CALLS, "content": None}, CALLS, {"role": "assistant", "content": None}])
+def test_no_content_is_an_empty_one(tokenizer, message):
+    expected = render_chat(tokenizer, [*MESSAGES, {**message, "content": ""}])
+    assert render_chat(tokenizer, [*MESSAGES, message]) == expected
+
+
+@pytest.mark.parametrize("content", [5, False, {"type": "text", "text": "x"}])
+def test_a_content_of_the_wrong_type_is_named(tokenizer, content):
+    with pytest.raises(InvalidRequestError, match=r'`messages`\[1\]: the "content" must be a string'):
+        render_chat(tokenizer, [*MESSAGES, {"role": "user", "content": content}])
+
+
+def test_a_part_that_is_not_text_is_named(tokenizer):
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    with pytest.raises(UnsupportedError, match=r"`messages`\[1\]: a part .*text only"):
+        render_chat(tokenizer, [*MESSAGES, image])
+
+
 def test_template_helpers():
     template = (
         "{{ bos_token }}{% for t in tools %}{{ t | tojson }}{% endfor %}{% for m in messages %}{% break %}{% endfor %}"

@@ -52,6 +52,34 @@ def test_masks_follow_the_form(compiler, tokenizer):
     assert state.error is None
 
 
+def test_the_schema_true_is_any_value(compiler, tokenizer):
+    anything = compiler.compile(StructuredOutputs(json=True))
+    assert anything is compiler.compile(StructuredOutputs(json="{}"))
+    state = anything.start()
+    state.accept(tokenizer.encode("3", add_special_tokens=False)[0])
+    assert state.error is None
+
+
+@pytest.mark.parametrize("schema", [False, "false"])
+def test_the_schema_false_is_refused(schema):
+    with pytest.raises(InvalidRequestError, match=r"`structured_outputs\.json`"):
+        StructuredOutputs(json=schema)
+
+
+SURROGATE = "a\ud800"
+
+
+@pytest.mark.parametrize("form", [
+    {"regex": SURROGATE}, {"choice": [SURROGATE]}, {"grammar": f'root ::= "{SURROGATE}"'},
+    {"json": {"const": SURROGATE}}, {"json": {"type": 5}}, {"json": {"$ref": 3}},
+    {"regex": "("}, {"json": {"type": "object"}, "whitespace_pattern": "("},
+])  # fmt: skip
+def test_whatever_the_library_raises_is_the_forms_error(compiler, form):
+    with pytest.raises(InvalidRequestError, match="`structured_outputs` cannot be compiled") as info:
+        compiler.compile(StructuredOutputs(**form))
+    assert info.value.field == "structured_outputs"
+
+
 def test_any_object(compiler, tokenizer):
     state = compiler.compile(StructuredOutputs(json_object=True, disable_any_whitespace=True)).start()
     assert _allowed(state.mask()) == set(tokenizer.encode("{", add_special_tokens=False))
