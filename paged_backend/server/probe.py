@@ -16,7 +16,7 @@ _FAILED = re.compile(r'^vllm:request_success_total\{.*finished_reason="error".*\
 
 @dataclass(frozen=True)
 class EngineRequests:
-    """Requests of all engine models: `live` are not fully answered yet, `failed` ended with an error since the start."""
+    """Requests of all engine models: `live` are not fully answered yet, `failed` have ended with an error."""
 
     live: int
     failed: int

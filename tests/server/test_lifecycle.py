@@ -83,7 +83,8 @@ def test_ctrl_c_ends_live_requests_and_says_what_it_waits_for(slow: Any, monkeyp
     assert len(answer.responses) > 5, "it went on while it might"
     assert server.wait(15) == 1
     assert server.output.endswith(
-        "stopping: 1 request in flight may go on for 1 s\nstopped, but 1 request in flight was ended before the answer\n"
+        "stopping: 1 request in flight may go on for 1 s\n"
+        "stopped, but 1 request in flight was ended before the answer\n"
     )
     server.assert_gone()
     server.assert_no_files()
