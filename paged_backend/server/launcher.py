@@ -19,6 +19,7 @@ from types import FrameType
 from paged_backend.model_source import resolve_model
 from paged_backend.server import environment, locate, ports, probe, process, repository
 from paged_backend.server.errors import LaunchError
+from paged_backend.server.leftovers import sweep_python_env
 from paged_backend.server.log import ServerLog
 from paged_backend.server.progress import Progress
 from paged_backend.server.scratch import scratch_folder
@@ -119,6 +120,8 @@ def serve(options: ServeOptions) -> int:
         finally:
             orderly = server.stop(grace, lambda: stop.hurry() or log.gave_up_waiting)
             log.join(1.0)
+            # A server that was killed, this one or an earlier, has left its own.
+            sweep_python_env()
     if stop.hurry():
         killed = "the server was killed"
     elif ready:
