@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -31,7 +32,6 @@ _ANSWER_SECONDS = 2.0
 _UNLOAD_SECONDS = 8.0
 # While models load nothing is in flight, and a server busy loading does not listen to signals.
 _LOADING_GRACE_SECONDS = 3.0
-_QUESTION = "What is the capital of France?"
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def _drain(stubs: StubWatch, endpoints: ports.Endpoints, stop: StopRequests, opt
         last = now or last
     # A look is not atomic: what has ended by the first that shows none live is surely counted by the next.
     failed = (probe.engine_requests(address) or last).failed
-    return _Drained(complete=last.live == 0 and now is not None, lost=last.live + failed - before.failed)
+    return _Drained(complete=last.live == 0 and now is not None, lost=last.live + max(0, failed - before.failed))
 
 
 def _exit_timeout(options: ServeOptions) -> int:
@@ -279,10 +279,14 @@ def _example(ready: list[str], endpoints: ports.Endpoints, models: Path) -> str:
     """One command that shows the server at work."""
     script = repository.example_client(models)
     if script is not None and "paged_llm" in ready:
-        words = [_short(Path(sys.executable)), _short(script), _QUESTION]
+        words = [_short(Path(sys.executable)), _short(script), repository.EXAMPLE_QUESTION]
         if (endpoints.reachable, endpoints.grpc) != ("127.0.0.1", 8001):
             words += ["--url", endpoints.url(endpoints.grpc)]
         return shlex.join(words)
+    if (request := repository.example_request(models, ready)) is not None:
+        model, body = request
+        url = f"http://{endpoints.url(endpoints.http)}/v2/models/{urllib.parse.quote(model)}/generate"
+        return shlex.join(["curl", "-s", url, "-d", body])
     return f"curl -s -X POST http://{endpoints.url(endpoints.http)}/v2/repository/index"
 
 

@@ -69,3 +69,15 @@ def test_a_stream_that_breaks_off(answer: bytes) -> None:
 def test_a_whole_answer_that_breaks_off() -> None:
     done = ask(b'HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"text_output": "Pa')
     assert (done.returncode, done.stderr) == (1, BROKEN)
+
+
+def test_cancel_looks_for_the_metrics_beside_the_url_and_says_so() -> None:
+    with socket.socket() as reserved:
+        # Bound but not listening: connections are refused, and nobody else gets the port.
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+        command = [sys.executable, str(EXAMPLE.with_name("cancel.py")), "--url", f"127.0.0.1:{port - 1}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 1
+    assert f"cannot read the metrics at 127.0.0.1:{port}: " in done.stderr
+    assert "--metrics-url" in done.stderr
