@@ -12,6 +12,7 @@ import re
 import time
 import urllib.request
 from contextlib import closing
+from http.client import HTTPException
 
 from common import ExampleError, Request, parser, run, text_inputs, text_of
 from tritonclient.utils import InferenceServerException
@@ -24,10 +25,11 @@ def main() -> None:
     arguments_parser = parser(__doc__, prompt=PROMPT)
     arguments_parser.set_defaults(max_tokens=1024)
     arguments_parser.add_argument("--after", type=int, default=8, help="pieces to wait for (default: %(default)s)")
-    arguments_parser.add_argument("--metrics-url", default="127.0.0.1:8002", help="host:port (default: %(default)s)")
+    arguments_parser.add_argument("--metrics-url", help="host:port (default: the port after that of --url)")
     arguments = arguments_parser.parse_args()
 
-    before = running_requests(arguments.metrics_url)
+    metrics_url = arguments.metrics_url or next_port(arguments.url)
+    before = running_requests(metrics_url)
     with closing(Request(arguments.url, arguments.timeout)) as request:
         request.start(arguments.model, text_inputs(arguments.prompt, arguments), ["text_output"])
         for count, result in enumerate(request, start=1):
@@ -43,7 +45,7 @@ def main() -> None:
     cancelled_at = time.monotonic()
     if not request.ended:
         print("\ncancelled by the client")
-    while running_requests(arguments.metrics_url) > before:
+    while running_requests(metrics_url) > before:
         if time.monotonic() - cancelled_at > 30:
             raise ExampleError("the server still works on the request 30 s after it was cancelled")
         time.sleep(0.1)
@@ -64,17 +66,28 @@ def stop(request: Request, arguments: argparse.Namespace) -> None:
             raise
 
 
+def next_port(url: str) -> str:
+    """Where the metrics are unless the server was told otherwise: gRPC has port 8001, they have 8002."""
+    host, _, port = url.rpartition(":")
+    if not port.isdigit():
+        raise ExampleError(f"--url {url} is no host:port")
+    return f"{host}:{int(port) + 1}"
+
+
 def running_requests(url: str) -> float:
     """How many requests the server's engines work on, by their own metrics."""
     try:
         with urllib.request.urlopen(f"http://{url}/metrics", timeout=10) as response:
             text = response.read().decode()
-    except OSError as error:
+    except (OSError, HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise ExampleError(f"cannot read the metrics at {url} (--metrics-url): {reason}") from error
+        advice = "give the server's metrics address with --metrics-url"
+        raise ExampleError(f"cannot read the metrics at {url}: {reason}; {advice}") from error
     values = re.findall(rf"^{RUNNING}\{{.*\}} (\S+)$", text, re.MULTILINE)
     if not values:
-        raise ExampleError(f"the server exports no {RUNNING}: it serves no engine model")
+        raise ExampleError(
+            f"{url} exports no {RUNNING}: it serves no engine model, or --metrics-url is another server's"
+        )
     return sum(map(float, values))
 
 

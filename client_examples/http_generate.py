@@ -20,6 +20,8 @@ from typing import Any
 # How the demo model, like many, is told that a user speaks and that it is its turn to answer.
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
+_BROKEN = "the connection ended before the answer was complete"
+
 
 class ExampleError(Exception):
     """The server could not be reached or refused the request."""
@@ -45,6 +47,8 @@ def _answers(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     body: dict[str, Any] = {
         "text_input": arguments.prompt if arguments.raw else CHAT.format(arguments.prompt),
         "stream": arguments.stream,
+        # Comes with the end of the answer: how a stream that broke off is told from one that is complete.
+        "return_finish_reason": True,
         "sampling_parameters": json.dumps(sampling),
     }
     if not arguments.stream:
@@ -62,10 +66,17 @@ def _answers(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         if not arguments.stream:
             yield json.loads(response.read())
             return
+        finished = False
         # Server-sent events: each is a line "data: {...}" followed by an empty one.
         for line in response:
             if line.startswith(b"data:"):
-                yield _checked(json.loads(line.removeprefix(b"data:")))
+                answer = _checked(json.loads(line.removeprefix(b"data:")))
+                finished = finished or answer.get("finish_reason") in ("stop", "length")
+                yield answer
+        if not finished:
+            raise ExampleError(_BROKEN)
+    except (http.client.IncompleteRead, http.client.RemoteDisconnected, ConnectionError) as error:
+        raise ExampleError(_BROKEN) from error
     finally:
         connection.close()
 

@@ -8,15 +8,20 @@ seconds on a vocabulary of fifty thousand.
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from paged_backend.errors import ModelLoadError
 from paged_backend.model_source import ModelSource
 
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_NAMES_SHOWN = 5
 _MAGIC = b"GGUF"
 _DEFAULT_ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
@@ -76,6 +81,70 @@ def read_gguf(path: Path) -> GGUFFile:
             return _Parser(path, data).parse()
     except (OSError, ValueError, KeyError, struct.error, OverflowError) as error:
         raise ModelLoadError(f"{path} is not a readable GGUF file: {error}", field="model") from error
+
+
+def safetensors_files(path: Path) -> list[Path]:
+    """The weight files of a directory, one or several.
+
+    Raises:
+        ModelLoadError: there are none, some are missing, or the weights are pickled.
+    """
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        shards = sorted(set(read_json(index).get("weight_map", {}).values()))
+        missing = [name for name in shards if Path(name).name != name or not (path / name).is_file()]
+        if missing or not shards:
+            raise ModelLoadError(f"{index} names files that are not there: {', '.join(missing)}", field="model")
+        return [path / name for name in shards]
+    whole = path / "model.safetensors"
+    files = [whole] if whole.is_file() else sorted(path.glob("*.safetensors"))
+    if files:
+        return files
+    pickled = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLED)
+    if pickled:
+        raise ModelLoadError(
+            f"{path} holds only pickled weights ({', '.join(pickled[:_NAMES_SHOWN])}), which can run code when read "
+            "and are refused; convert them to safetensors (transformers: from_pretrained, then "
+            "save_pretrained(safe_serialization=True)) in a place you trust",
+            field="model",
+        )
+    raise ModelLoadError(f"{path} holds no *.safetensors weights", field="model")
+
+
+def check_weights(source: ModelSource) -> int:
+    """Read the headers of all weight files and see that each file is as long as its header says; returns bytes.
+
+    Raises:
+        ModelLoadError: a file is missing, pickled, damaged or cut short, or of a type that is not known.
+    """
+    if source.is_gguf:
+        _check_gguf(read_gguf(source.path))
+        return source.path.stat().st_size
+    files = safetensors_files(source.path)
+    for file in files:
+        try:
+            # Reading the header compares the length, too.
+            with safe_open(file, framework="np"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise ModelLoadError(f"cannot read {file}: {error}", field="model") from error
+    return sum(file.stat().st_size for file in files)
+
+
+def _check_gguf(gguf: GGUFFile) -> None:
+    # Imported late: directories need no gguf library.
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    size = gguf.path.stat().st_size
+    for tensor in gguf.tensors.values():
+        try:
+            per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.ggml_type)]
+        except (ValueError, KeyError):
+            message = f"{gguf.path}: {tensor.name} has the unknown type {tensor.ggml_type}"
+            raise ModelLoadError(message, field="model") from None
+        if tensor.offset + math.prod(tensor.shape) // per_block * block_bytes > size:
+            message = f"{gguf.path} is cut short: it has {size} bytes and {tensor.name} lies beyond; fetch it again"
+            raise ModelLoadError(message, field="model")
 
 
 def find_eos_token_ids(source: ModelSource, gguf: GGUFFile | None = None) -> tuple[int, ...]:

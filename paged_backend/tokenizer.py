@@ -92,6 +92,27 @@ class Tokenizer:
             return ids[1:]
         return ids
 
+    def encode_prompt(self, text: str, max_model_len: int, field: str) -> list[int]:
+        """Token ids of a client's prompt, which came in as `field`; they may still be more than `max_model_len`.
+
+        Raises:
+            InvalidRequestError: it is no valid Unicode, or not even the longest tokens would make it fit a context of
+                `max_model_len` tokens. That is told without tokenizing, which takes seconds for megabytes.
+        """
+        limit = max_model_len * self.max_token_length
+        if len(text) > limit:
+            raise InvalidRequestError(
+                f"`{field}` has {len(text)} characters; a context of {max_model_len} tokens (max_model_len) "
+                f"can never hold more than {limit}",
+                field=field,
+            )
+        # Lone surrogates are the one thing a Python string can hold that is not text.
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"`{field}` is not valid Unicode: {error}", field=field) from error
+        return self.encode(text)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`, exactly as the tokens spell it (no clean-up of spaces before punctuation).
 

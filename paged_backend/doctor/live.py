@@ -40,8 +40,12 @@ def check_engines(metrics_address: str) -> Iterator[Finding]:
         busy = min(one.value("vllm:num_requests_running", model=model) for one in (before, after))
         steps = after.value("paged_steps_total", model=model) - before.value("paged_steps_total", model=model)
         if silent > _SILENT_SECONDS:
-            yield failure(model, f"no sign of life for {silent:.0f} s, its process is dead: restart the server")
+            limit = f"dead after {_SILENT_SECONDS:g} s"
+            yield failure(
+                model, f"no sign of life for {silent:.0f} s ({limit}), its process is dead: restart the server"
+            )
         elif busy and not steps:
             yield warning(model, f"{busy:.0f} requests run, but no step ended in {_WATCH_SECONDS:g} s")
         else:
-            yield ok(model, f"alive, {busy:.0f} requests running, {steps:.0f} steps in {_WATCH_SECONDS:g} s")
+            beat = f"alive (last sign of life {max(silent, 0.0):.1f} s ago, dead after {_SILENT_SECONDS:g} s)"
+            yield ok(model, f"{beat}, {busy:.0f} requests running, {steps:.0f} steps in {_WATCH_SECONDS:g} s")

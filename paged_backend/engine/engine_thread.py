@@ -83,8 +83,11 @@ class EngineThread:
             if not self._accepting:
                 raise self._refusal(request.request_id)
             if self._num_live >= limit:
-                message = f"{self._num_live} requests are running or waiting (max_waiting_requests); try again later"
-                raise OverloadedError(message, request_id=request.request_id)
+                raise OverloadedError(
+                    f"{self._num_live} requests are running or waiting; the limit is {limit} (max_num_seqs "
+                    f"{config.max_num_seqs} and max_waiting_requests {config.max_waiting_requests}); try again later",
+                    request_id=request.request_id,
+                )
             self._num_live += 1
             self._commands.put(lambda: self._add(request, sink))
 

@@ -138,20 +138,7 @@ class InputProcessor:
         if not prompt:
             return []
         assert self._tokenizer is not None
-        # Told without tokenizing, which takes seconds for megabytes: even the longest tokens would not make it fit.
-        limit = self._max_model_len * self._tokenizer.max_token_length
-        if len(prompt) > limit:
-            raise InvalidRequestError(
-                f"`{field}` has {len(prompt)} characters; a context of {self._max_model_len} tokens (max_model_len) "
-                f"can never hold more than {limit}",
-                field=field,
-            )
-        # Lone surrogates are the one thing a Python string can hold that is not text.
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError(f"`{field}` is not valid Unicode: {error}", field=field) from error
-        return self._tokenizer.encode(prompt)
+        return self._tokenizer.encode_prompt(prompt, self._max_model_len, field)
 
     def _check_length(self, num_prompt: int, field: str) -> None:
         if num_prompt >= self._max_model_len:

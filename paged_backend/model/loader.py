@@ -19,10 +19,9 @@ from safetensors import SafetensorError, safe_open
 from paged_backend.errors import ModelLoadError
 from paged_backend.model.config import ModelConfig, read_model_config
 from paged_backend.model.decoder import Decoder
-from paged_backend.model_files import GGUFFile, GGUFTensor, read_gguf, read_json
+from paged_backend.model_files import GGUFFile, GGUFTensor, read_gguf, safetensors_files
 from paged_backend.model_source import ModelSource
 
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Elements dequantised at a time: enough to outweigh numpy's overhead, few enough to stay in the cache.
 _SLICE_ELEMENTS = 1 << 20
 _NAMES_SHOWN = 5
@@ -129,7 +128,7 @@ class _SafetensorsWeights:
         self._stack = ExitStack()
         self._files = {}
         try:
-            for file in _safetensors_files(path):
+            for file in safetensors_files(path):
                 handle = self._stack.enter_context(safe_open(file, framework="pt"))
                 self._files.update(dict.fromkeys(handle.keys(), handle))
         except (OSError, SafetensorError) as error:
@@ -147,29 +146,6 @@ class _SafetensorsWeights:
 
     def close(self) -> None:
         self._stack.close()
-
-
-def _safetensors_files(path: Path) -> list[Path]:
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        shards = sorted(set(read_json(index).get("weight_map", {}).values()))
-        missing = [name for name in shards if Path(name).name != name or not (path / name).is_file()]
-        if missing or not shards:
-            raise ModelLoadError(f"{index} names files that are not there: {', '.join(missing)}", field="model")
-        return [path / name for name in shards]
-    whole = path / "model.safetensors"
-    files = [whole] if whole.is_file() else sorted(path.glob("*.safetensors"))
-    if files:
-        return files
-    pickled = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLED)
-    if pickled:
-        raise ModelLoadError(
-            f"{path} holds only pickled weights ({', '.join(pickled[:_NAMES_SHOWN])}), which can run code when read "
-            "and are refused; convert them to safetensors (transformers: from_pretrained, then "
-            "save_pretrained(safe_serialization=True)) in a place you trust",
-            field="model",
-        )
-    raise ModelLoadError(f"{path} holds no *.safetensors weights", field="model")
 
 
 class _GGUFWeights:

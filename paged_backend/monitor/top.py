@@ -96,6 +96,8 @@ class History:
 def top(address: str, interval: float, *, once: bool) -> int:
     """Show the server whose metrics are at `address` until Ctrl-C, or `once` after an interval; returns the exit code.
 
+    Where there is no terminal it is a line per model and interval.
+
     Raises:
         ScrapeError: the metrics cannot be read.
     """
@@ -103,7 +105,7 @@ def top(address: str, interval: float, *, once: bool) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from paged_backend.monitor.view import view
+    from paged_backend.monitor.view import plain, view
 
     history = History(scrape(address))
     console = Console()
@@ -112,7 +114,11 @@ def top(address: str, interval: float, *, once: bool) -> int:
         console.print(view(address, history.add(scrape(address)), width=console.width))
         return 0
     try:
-        with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        while not console.is_terminal:
+            time.sleep(interval)
+            for one in history.add(scrape(address)):
+                print(time.strftime("%H:%M:%S"), plain(one), flush=True)
+        with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(interval)
                 live.update(view(address, history.add(scrape(address)), width=console.width), refresh=True)

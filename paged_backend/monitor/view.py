@@ -23,6 +23,22 @@ def view(address: str, models: Sequence[Figures], width: int = 80) -> Renderable
     return Group(Text(f"{address}: rates since the last look, percentiles over the last minute", style="dim"), *panels)
 
 
+def plain(figures: Figures) -> str:
+    """The same in one line, for a pipe or a file."""
+    if figures.silent_seconds > _SILENT_SECONDS:
+        return f"{figures.model}: {_silence(figures)}"
+    return (
+        f"{figures.model}: {figures.running:.0f} running, {figures.waiting:.0f} waiting, "
+        f"{figures.generation_rate:.1f} generated tokens/s, {figures.prompt_rate:.1f} prompt tokens/s, "
+        f"KV blocks {figures.used:.0f} used, {figures.cached:.0f} cached, {figures.empty:.0f} empty, "
+        f"TTFT p50 {_seconds(figures.first_token[0])}, TPOT p50 {_seconds(figures.per_token[0])}"
+    )
+
+
+def _silence(figures: Figures) -> str:
+    return f"no sign of life for {figures.silent_seconds:.0f} s: the model's process is dead; restart the server"
+
+
 def _panel(figures: Figures, width: int) -> Panel:
     table = Table.grid(padding=(0, 2))
     for _ in range(4):
@@ -31,8 +47,7 @@ def _panel(figures: Figures, width: int) -> Panel:
         table.add_row(*(Text(cell, style="bold" if index % 2 else "dim") for index, cell in enumerate(row)))
     parts: list[RenderableType] = [_bar(figures, width), _legend(figures), table]
     if figures.silent_seconds > _SILENT_SECONDS:
-        warning = f"no sign of life for {figures.silent_seconds:.0f} s: the model's process is dead; restart the server"
-        parts.insert(0, Text(warning, style="bold red"))
+        parts.insert(0, Text(_silence(figures), style="bold red"))
     return Panel(Group(*parts), title=figures.model, title_align="left")
 
 

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -19,6 +20,7 @@ from types import FrameType
 from paged_backend.model_source import resolve_model
 from paged_backend.server import environment, locate, ports, probe, process, repository
 from paged_backend.server.errors import LaunchError
+from paged_backend.server.leftovers import sweep_python_env
 from paged_backend.server.log import ServerLog
 from paged_backend.server.progress import Progress
 from paged_backend.server.scratch import scratch_folder
@@ -30,7 +32,6 @@ _ANSWER_SECONDS = 2.0
 _UNLOAD_SECONDS = 8.0
 # While models load nothing is in flight, and a server busy loading does not listen to signals.
 _LOADING_GRACE_SECONDS = 3.0
-_QUESTION = "What is the capital of France?"
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def serve(options: ServeOptions) -> int:
         server = process.ServerProcess(command, prepared.variables, prefix)
         stubs = StubWatch(server.pid)
         grace = _LOADING_GRACE_SECONDS
-        ready = drained = False
+        ready, lost = False, 0
         try:
             log.follow(server.output)
             ready = _wait_until_ready(server, log, endpoints, stop, models, options)
@@ -112,13 +113,22 @@ def serve(options: ServeOptions) -> int:
                 grace = 0.0
                 _supervise(server, log, stubs, stop)
                 drained = _drain(stubs, endpoints, stop, options)
-                grace = _UNLOAD_SECONDS if drained else 2.0 * _exit_timeout(options)
+                lost = drained.lost
+                grace = _UNLOAD_SECONDS if drained.complete else 2.0 * _exit_timeout(options)
             else:
                 _announce_stop(0, options)
         finally:
             orderly = server.stop(grace, lambda: stop.hurry() or log.gave_up_waiting)
             log.join(1.0)
-    return _farewell(orderly and server.exit_code == 0, nothing_lost=drained or not ready, asked=stop.hurry())
+            # A server that was killed, this one or an earlier, has left its own.
+            sweep_python_env()
+    if stop.hurry():
+        killed = "the server was killed"
+    elif ready:
+        killed = "the server was killed: a client keeps its connection open, or a model does not unload"
+    else:
+        killed = "the server was killed while it loaded its models"
+    return _farewell("" if orderly and server.exit_code == 0 else killed, lost)
 
 
 def server_command(
@@ -191,20 +201,34 @@ def _supervise(server: process.ServerProcess, log: ServerLog, stubs: StubWatch, 
             raise LaunchError(f"the server {_ending(server.exit_code)}", log.explain())
 
 
-def _drain(stubs: StubWatch, endpoints: ports.Endpoints, stop: StopRequests, options: ServeOptions) -> bool:
-    """Have the engine models end their requests while the server still runs; True once they say that none is left.
+@dataclass(frozen=True)
+class _Drained:
+    """How draining ended: `complete` if no request is left, `lost` requests got an error for an answer, or none."""
+
+    complete: bool
+    lost: int
+
+
+def _drain(stubs: StubWatch, endpoints: ports.Endpoints, stop: StopRequests, options: ServeOptions) -> _Drained:
+    """Have the engine models end their requests while the server still runs, until they say that none is left.
 
     Before the server is told to stop: a stopping server refuses the next step of every ensemble.
     """
     address = endpoints.url(endpoints.metrics)
-    live = probe.live_requests(address)
-    _announce_stop(live or 0, options)
+    before = now = probe.engine_requests(address)
+    _announce_stop(before.live if before else 0, options)
     stubs.ask_to_drain()
+    if before is None:
+        return _Drained(complete=False, lost=0)
     deadline = time.monotonic() + options.drain_seconds + _ANSWER_SECONDS
-    while live and time.monotonic() < deadline and not stop.hurry():
+    last = before
+    while last.live and time.monotonic() < deadline and not stop.hurry():
         time.sleep(_POLL_SECONDS)
-        live = probe.live_requests(address)
-    return live == 0
+        now = probe.engine_requests(address)
+        last = now or last
+    # A look is not atomic: what has ended by the first that shows none live is surely counted by the next.
+    failed = (probe.engine_requests(address) or last).failed
+    return _Drained(complete=last.live == 0 and now is not None, lost=last.live + max(0, failed - before.failed))
 
 
 def _exit_timeout(options: ServeOptions) -> int:
@@ -215,28 +239,27 @@ def _exit_timeout(options: ServeOptions) -> int:
 def _announce_stop(live: int, options: ServeOptions) -> None:
     what = "stopping"
     if live:
-        requests = "1 request" if live == 1 else f"{live} requests"
-        what += f": {requests} in flight may go on for {options.drain_seconds:g} s"
+        what += f": {_requests(live)} in flight may go on for {options.drain_seconds:g} s"
     _say(f"\n{what} (Ctrl-C again to kill)" if sys.stdout.isatty() else what)
 
 
-def _farewell(clean: bool, nothing_lost: bool, asked: bool) -> int:
-    """Say how it went.
+def _farewell(killed: str, lost: int) -> int:
+    """Say how it went; returns the exit code.
 
     Args:
-        clean: the server ended by itself and content.
-        nothing_lost: every request had its answer before.
-        asked: a second signal asked for the server to be killed.
+        killed: why the server did not end by itself and content; "" if it did.
+        lost: requests that got an error, or nothing, because of the stop.
     """
-    if clean:
-        _say("stopped")
-    elif asked or nothing_lost:
-        why = "" if asked else ": a client keeps its connection open, or a model does not unload"
-        _say(f"stopped (the server was killed{why})")
-    else:
-        _say("stopped, but not cleanly: requests in flight were cut off")
+    why = f" ({killed})" if killed else ""
+    if lost:
+        _say(f"stopped, but {_requests(lost)} in flight {'was' if lost == 1 else 'were'} ended before the answer{why}")
         return 1
+    _say(f"stopped{why}")
     return 0
+
+
+def _requests(count: int) -> str:
+    return "1 request" if count == 1 else f"{count} requests"
 
 
 def _ending(exit_code: int) -> str:
@@ -256,10 +279,14 @@ def _example(ready: list[str], endpoints: ports.Endpoints, models: Path) -> str:
     """One command that shows the server at work."""
     script = repository.example_client(models)
     if script is not None and "paged_llm" in ready:
-        words = [_short(Path(sys.executable)), _short(script), _QUESTION]
+        words = [_short(Path(sys.executable)), _short(script), repository.EXAMPLE_QUESTION]
         if (endpoints.reachable, endpoints.grpc) != ("127.0.0.1", 8001):
             words += ["--url", endpoints.url(endpoints.grpc)]
         return shlex.join(words)
+    if (request := repository.example_request(models, ready)) is not None:
+        model, body = request
+        url = f"http://{endpoints.url(endpoints.http)}/v2/models/{urllib.parse.quote(model)}/generate"
+        return shlex.join(["curl", "-s", url, "-d", body])
     return f"curl -s -X POST http://{endpoints.url(endpoints.http)}/v2/repository/index"
 
 

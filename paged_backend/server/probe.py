@@ -7,9 +7,19 @@ import json
 import re
 import urllib.parse
 import urllib.request
+from dataclasses import dataclass
 
 # What an engine model has taken in and not fully answered yet.
 _LIVE = re.compile(r"^paged_requests_in_flight(?:\{.*\})? (\S+)$", re.MULTILINE)
+_FAILED = re.compile(r'^vllm:request_success_total\{.*finished_reason="error".*\} (\S+)$', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class EngineRequests:
+    """Requests of all engine models: `live` are not fully answered yet, `failed` have ended with an error."""
+
+    live: int
+    failed: int
 
 
 def ready_models(host: str, port: int, timeout: float = 5.0) -> list[str] | None:
@@ -28,12 +38,13 @@ def ready_models(host: str, port: int, timeout: float = 5.0) -> list[str] | None
         return None
 
 
-def live_requests(address: str, timeout: float = 1.0) -> int | None:
-    """Requests the engine models have not fully answered, by the metrics at `address` (host:port); None: no metrics."""
+def engine_requests(address: str, timeout: float = 1.0) -> EngineRequests | None:
+    """The requests of the engine models, by the metrics at `address` (host:port); None: no metrics of an engine."""
     try:
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=timeout) as response:
-            values = _LIVE.findall(response.read().decode())
-        return int(sum(map(float, values))) if values else None
+            text = response.read().decode()
+        live, failed = _LIVE.findall(text), _FAILED.findall(text)
+        return EngineRequests(int(sum(map(float, live))), int(sum(map(float, failed)))) if live else None
     except (OSError, http.client.HTTPException, ValueError):
         return None
 

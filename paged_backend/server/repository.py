@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import paged_backend
 from paged_backend.server.errors import LaunchError
 
 _NAME = "model_repository"
+EXAMPLE_QUESTION = "What is the capital of France?"
 
 
 def find_repository(given: str | None) -> Path:
@@ -31,6 +33,15 @@ def example_client(repository: Path) -> Path | None:
     """The streaming example of the checkout `repository` belongs to, or None."""
     script = repository.parent / "client_examples" / "stream_text.py"
     return script if repository.name == _NAME and script.is_file() else None
+
+
+def example_request(repository: Path, ready: list[str]) -> tuple[str, str] | None:
+    """The first engine model among those that are `ready`, and a JSON body for its generate endpoint; None: none is."""
+    for model in ready:
+        for file in sorted((repository / model).glob("*/model.json")):
+            ids_only = '"skip_tokenizer_init": true' in file.read_text(errors="replace")
+            return model, json.dumps({"input_ids": [1, 2, 3]} if ids_only else {"text_input": EXAMPLE_QUESTION})
+    return None
 
 
 def _default_repository() -> Path:

@@ -206,9 +206,10 @@ class LLMModel:
             return list(self._live.values())
 
     def _forget(self, stream: ResponseStream) -> None:
+        # Noted before it is forgotten: whoever sees that none is in flight finds all of them counted.
+        self._metrics.ended(stream.record())
         with self._live_lock:
             self._live.pop(stream.key, None)
-        self._metrics.ended(stream.record())
         if not stream.ended:
             self._engine_thread.abort(stream.key)
 

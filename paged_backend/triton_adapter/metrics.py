@@ -97,12 +97,13 @@ class EngineMetrics:
         if now - self._beat_at >= _HEARTBEAT_S:
             self._beat_at = now
         values = {**self._limits, **stats, **self._totals, "heartbeat": self._beat_at}
-        for gauge in GAUGES:
-            for label, value in gauge.values(values):
-                self._set(gauge.name, label, value)
+        # Counters first: a request that is no longer in flight has been counted.
         for counter in COUNTERS:
             for label, value in counter.values(values):
                 self._advance(counter.name, label, value)
+        for gauge in GAUGES:
+            for label, value in gauge.values(values):
+                self._set(gauge.name, label, value)
 
     def close(self) -> None:
         """Remove the metrics; a family must outlive them."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from paged_backend.config import EngineConfig
 from paged_backend.errors import ConfigError
+from paged_backend.model.config import read_model_config
 from paged_backend.model_source import resolve_model
 from paged_backend.tokenizer import Tokenizer
 
@@ -134,11 +135,28 @@ def engine_version_dir(args: Mapping[str, str]) -> Path:
     return max(versions, key=lambda path: int(path.name))
 
 
-def load_tokenizer(args: Mapping[str, str]) -> Tokenizer:
-    """The tokenizer of the engine model beside the one being initialized with `args`.
+def engine_config(args: Mapping[str, str]) -> EngineConfig:
+    """The engine arguments, as written, of the engine model beside the one being initialized with `args`.
+
+    Raises:
+        ConfigError: they cannot be found or are wrong.
+    """
+    return EngineConfig.from_mapping(engine_arguments(engine_version_dir(args)))
+
+
+def load_tokenizer(config: EngineConfig) -> Tokenizer:
+    """The tokenizer of an engine with these arguments.
 
     Raises:
         ConfigError, ModelLoadError: it cannot be found or loaded.
     """
-    config = EngineConfig.from_mapping(engine_arguments(engine_version_dir(args)))
     return Tokenizer.load(resolve_model(config.tokenizer or config.model))
+
+
+def context_length(config: EngineConfig) -> int:
+    """Tokens that a sequence of an engine with these arguments can have at most; the engine may have to do with fewer.
+
+    Raises:
+        ConfigError, ModelLoadError, UnsupportedError: the model's files do not say.
+    """
+    return config.max_model_len or read_model_config(resolve_model(config.model)).max_position

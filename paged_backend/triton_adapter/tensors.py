@@ -70,7 +70,12 @@ LLM_OUTPUTS = (
     TensorSpec("text_prefix", "TYPE_STRING", [1]),
 )
 # Optional, so that the step runs, and refuses, a request without a prompt: else the ensemble ends without a word.
-TOKENIZER_INPUTS = (TensorSpec("text_input", "TYPE_STRING", [1], optional=True), _flag("stop"))
+# `messages` only to be refused by name.
+TOKENIZER_INPUTS = (
+    TensorSpec("text_input", "TYPE_STRING", [1], optional=True),
+    TensorSpec("messages", "TYPE_STRING", [1], optional=True),
+    _flag("stop"),
+)
 TOKENIZER_OUTPUTS = (TensorSpec("input_ids", "TYPE_INT32", [-1]),)
 DETOKENIZER_INPUTS = (
     TensorSpec("text_window_ids", "TYPE_INT32", [-1]),

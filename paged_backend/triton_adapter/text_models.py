@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from paged_backend.errors import InvalidRequestError, PagedBackendError
+from paged_backend.errors import InvalidRequestError, PagedBackendError, UnsupportedError
 from paged_backend.tokenizer import Tokenizer
 from paged_backend.triton_adapter.pb import pb_utils, printable, triton_error
-from paged_backend.triton_adapter.settings import load_tokenizer
+from paged_backend.triton_adapter.settings import context_length, engine_config, load_tokenizer
 from paged_backend.triton_adapter.tensors import (
     DETOKENIZER_INPUTS,
     DETOKENIZER_OUTPUTS,
@@ -32,6 +32,7 @@ class _TextModel:
     """What both share: the tokenizer, and answering each request by itself."""
 
     _tokenizer: Tokenizer
+    _max_model_len: int
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the tokenizer.
@@ -40,7 +41,9 @@ class _TextModel:
             TritonModelException: one line that says what to change.
         """
         try:
-            self._tokenizer = load_tokenizer(args)
+            config = engine_config(args)
+            self._tokenizer = load_tokenizer(config)
+            self._max_model_len = context_length(config)
         except PagedBackendError as error:
             raise pb_utils().TritonModelException(printable(str(error))) from None
 
@@ -73,13 +76,19 @@ class TokenizerModel(_TextModel):
         return self._answer_all(requests, self._encode)
 
     def _encode(self, tensors: RequestTensors) -> Any:
+        if "messages" in tensors:
+            message = "`messages` is not taken by the ensemble: use the engine model"
+            raise UnsupportedError(message, field="messages")
         text = tensors.string("text_input")
         # A request that only cancels another has no prompt of its own.
         if text is None and not tensors.boolean("stop"):
             raise InvalidRequestError("`text_input` is missing: give the prompt", field="text_input")
         if not text and not tensors.boolean("stop"):
             raise InvalidRequestError("`text_input` is empty: give at least one character", field="text_input")
-        return int_tensor("input_ids", self._tokenizer.encode(text) if text else [])
+        return int_tensor("input_ids", self._ids(text) if text else [])
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer.encode_prompt(text, self._max_model_len, "text_input")
 
 
 class DetokenizerModel(_TextModel):

@@ -267,7 +267,8 @@ def test_a_full_waiting_list_is_overload(config):
     engine = Engine(dataclasses.replace(config, max_num_seqs=1, max_waiting_requests=2))
     thread = EngineThread(engine)
     clients = [_submit(thread, str(i)) for i in range(3)]
-    with pytest.raises(OverloadedError, match="max_waiting_requests"):
+    wanted = r"3 requests are .*; the limit is 3 \(max_num_seqs 1 and max_waiting_requests 2\)"
+    with pytest.raises(OverloadedError, match=wanted):
         _submit(thread, "one too many")
     thread.start()
     assert [client.result()[1].finish_reason for client in clients] == ["length"] * 3

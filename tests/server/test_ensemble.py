@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,18 @@ def test_a_missing_prompt_is_refused(served, inputs):
     if inputs:
         error = Call(served.grpc_url, "paged_ensemble", inputs).wait().error
         assert "`text_input` is missing" in error.message()
+
+
+def test_a_conversation_and_a_prompt_that_can_never_fit_are_refused_by_name(served):
+    for inputs in ({"messages": "[]"}, {"messages": "[]", "text_input": "Hi"}):
+        refusal = "`messages` is not taken by the ensemble: use the engine model"
+        assert refusal in Call(served.grpc_url, "paged_ensemble", inputs).wait().error.message()
+        status, body = post(served.http_url, "paged_ensemble", "generate", inputs)
+        assert (status, refusal in body) == (400, True)
+    began = time.monotonic()
+    error = Call(served.grpc_url, "paged_ensemble", {"text_input": "word " * 1_100_000}).wait().error
+    assert "`text_input` has 5500000 characters" in error.message()
+    assert time.monotonic() - began < 1
 
 
 def test_text_models_do_not_load_torch(served):

@@ -141,6 +141,7 @@ def test_ctrl_c_while_loading(tmp_path: Path, launch: Launch) -> None:
     begun = time.monotonic()
     assert launched.stop() == 0
     assert time.monotonic() - begun < 15
+    assert "client" not in launched.output
     launched.assert_gone()
     launched.assert_no_files()
 

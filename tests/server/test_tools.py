@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -46,10 +48,25 @@ def test_top_shows_a_running_server(served: Any) -> None:
     assert words[words.index("step") + 1] != "-"
 
 
+def test_top_into_a_pipe_prints_a_line_per_look(served: Any) -> None:
+    command = [sys.executable, "-m", "paged_backend.cli", "top", "--interval", "0.2"]
+    with subprocess.Popen(
+        [*command, "--metrics-url", served.metrics_url], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as watching:
+        assert watching.stdout is not None
+        lines = [watching.stdout.readline() for _ in range(3)]
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(10) == 0
+    for line in lines:
+        assert re.match(r"\d\d:\d\d:\d\d paged_llm: 0 running, 0 waiting, ", line), line
+
+
 def test_doctor_finds_a_running_server_well(served: Any) -> None:
     done = run("doctor", "--live", "--url", served.http_url, "--metrics-url", served.metrics_url)
     assert done.returncode == 0, done.stdout
-    assert "paged_llm: alive" in done.stdout
+    beat = re.search(r"paged_llm: alive \(last sign of life (\S+) s ago, dead after 15 s\), 0 requests", done.stdout)
+    assert beat, done.stdout
+    assert float(beat[1]) < 15
     assert not run("doctor", "--live", "--quiet", "--url", served.http_url, "--metrics-url", served.metrics_url).stdout
 
 

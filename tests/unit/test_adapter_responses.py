@@ -384,16 +384,17 @@ def test_the_sender_thread_sends_what_was_scheduled_before_it_stopped():
 class Letters:
     """A tokenizer of one letter per id; id 0 is special."""
 
-    def encode(self, text):
+    def encode_prompt(self, text, max_model_len, field):
         return [ord(letter) for letter in text]
 
     def decode(self, ids, skip_special_tokens=True):
         return "".join("" if i == 0 and skip_special_tokens else chr(i) if i else "<s>" for i in ids)
 
 
-def run_model(kind, **tensors):
-    model = kind()
-    model._tokenizer = Letters()
+def run_model(model, **tensors):
+    if isinstance(model, type):
+        model = model()
+        model._tokenizer, model._max_model_len = Letters(), 100
     (response,) = model.execute([SimpleNamespace(inputs=lambda: [Tensor(n, a) for n, a in tensors.items()])])
     return response
 
@@ -488,3 +489,28 @@ def test_the_tokenizer_refuses_an_empty_prompt_unless_it_only_cancels():
     stop = run_model(TokenizerModel, text_input=strings(""), stop=np.array([True]))
     assert stop.tensors["input_ids"].shape == (0,)
     assert stop.tensors["input_ids"].dtype == np.int32
+
+
+@pytest.mark.parametrize("inputs", [{}, {"text_input": "ab"}], ids=str)
+def test_the_tokenizer_refuses_messages_and_names_them(inputs):
+    given = {name: strings(value) for name, value in {**inputs, "messages": "[]"}.items()}
+    error = run_model(TokenizerModel, **given).error
+    assert error.message == "`messages` is not taken by the ensemble: use the engine model"
+
+
+def test_the_tokenizer_refuses_by_characters_what_can_never_fit(text_model, tmp_path):
+    """It knows the context from the model's files, or from the engine arguments."""
+    (tmp_path / "llm" / "1").mkdir(parents=True)
+    config = json.dumps({"parameters": {"engine_model": {"string_value": "llm"}}})
+    for extra in ({}, {"max_model_len": 10}):
+        (tmp_path / "llm" / "1" / "model.json").write_text(json.dumps({"model": str(text_model), **extra}))
+        model = TokenizerModel()
+        model.initialize(
+            {"model_repository": str(tmp_path / "tokenizer"), "model_version": "1", "model_config": config}
+        )
+        length = extra.get("max_model_len", 256)
+        limit = length * model._tokenizer.max_token_length
+        assert len(run_model(model, text_input=strings("z" * limit)).tensors["input_ids"]) == limit + 1
+        error = run_model(model, text_input=strings("z" * (limit + 1))).error
+        assert error.code == "INVALID_ARG"
+        assert f"`text_input` has {limit + 1} characters; a context of {length} tokens" in error.message

@@ -59,12 +59,59 @@ def test_bad_engine_arguments(repository, arguments, advice):
 def test_a_model_without_weights_and_one_without_tokenizer(repository, tiny_llama, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
-    (empty / "config.json").write_text("{}")
+    shutil.copy(tiny_llama / "config.json", empty)
     write(repository, model=str(empty), skip_tokenizer_init=True)
-    assert "holds no weights" in failures(repository)[0]
+    assert "holds no *.safetensors weights" in failures(repository)[0]
     write(repository, model=str(tiny_llama))
     assert len(failures(repository)) == 1
     assert failures(repository, str(empty))
+
+
+def cut(file: Path, share: float) -> None:
+    data = file.read_bytes()
+    file.write_bytes(data[: int(share * len(data))])
+
+
+@pytest.mark.parametrize(
+    ("damage", "advice"),
+    [
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 4096), "cannot read"),
+        (lambda folder: cut(folder / "model.safetensors", 0.9), "cannot read"),
+        (
+            lambda folder: (folder / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}'),
+            "architecture MambaForCausalLM is not supported",
+        ),
+    ],
+    ids=["garbage", "cut short", "architecture"],
+)
+def test_model_files_that_cannot_load(repository, tiny_llama, tmp_path, damage, advice):
+    folder = tmp_path / "damaged"
+    shutil.copytree(tiny_llama, folder)
+    damage(folder)
+    write(repository, model=str(folder), skip_tokenizer_init=True)
+    (found,) = failures(repository)
+    assert advice in found
+
+
+@pytest.mark.parametrize("share", [0.9, 0.01])
+def test_a_gguf_file_cut_short(repository, demo_model, tmp_path, share):
+    """In its tensors, and in its header."""
+    file = tmp_path / "short.gguf"
+    with demo_model.open("rb") as data, file.open("wb") as out:
+        shutil.copyfileobj(data, out)
+        out.truncate(int(share * demo_model.stat().st_size))
+    write(repository, model=str(file), skip_tokenizer_init=True)
+    (found,) = failures(repository)
+    assert "cut short" in found or "not a readable GGUF file" in found
+
+
+def test_our_backend_without_engine_arguments(repository, tiny_llama):
+    write(repository, model=str(tiny_llama), skip_tokenizer_init=True)
+    (repository / "llm" / "1").mkdir(parents=True)
+    (repository / "llm" / "config.pbtxt").write_text('backend: "paged"\n')
+    (found,) = failures(repository)
+    assert 'says backend: "paged"' in found
+    assert "no <version>/model.json" in found
 
 
 def test_broken_repositories(repository, tmp_path):

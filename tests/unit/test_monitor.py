@@ -10,7 +10,7 @@ from rich.console import Console
 
 from paged_backend.monitor.samples import ScrapeError, grown, parse, quantile, rate, scrape
 from paged_backend.monitor.top import History
-from paged_backend.monitor.view import view
+from paged_backend.monitor.view import plain, view
 
 
 def text(
@@ -102,6 +102,9 @@ def test_every_state_with_blocks_is_seen_in_the_bar(width):
 
 def test_a_dead_model_is_pointed_out():
     assert "no sign of life for 60 s" in shown(beat=time.time() - 60)
+    history = History(parse(text(at=0, tokens=0, fast=0, slow=0), at=0.0))
+    (figures,) = history.add(parse(text(at=2, tokens=50, fast=10, slow=0, beat=time.time() - 60), at=2.0))
+    assert "no sign of life for 60 s" in plain(figures)
 
 
 def test_the_window_is_a_minute():
