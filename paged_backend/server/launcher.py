@@ -198,7 +198,8 @@ def _supervise(server: process.ServerProcess, log: ServerLog, stubs: StubWatch, 
             return
         if server.exit_code is not None:
             log.join(2.0)
-            raise LaunchError(f"the server {_ending(server.exit_code)}", log.explain())
+            before = [f"the process of model {stub.model!r} {stub.ending}; then " for stub in stubs.seen_dead]
+            raise LaunchError(f"{''.join(before)}the server {_ending(server.exit_code)}", log.explain())
 
 
 @dataclass(frozen=True)

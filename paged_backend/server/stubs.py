@@ -46,19 +46,30 @@ class StubWatch:
         self._server_pid = server_pid
         self._models: dict[int, str] = {}
         self._sightings: dict[int, int] = {}
+        self._seen_dead: dict[int, DeadStub] = {}
+
+    @property
+    def seen_dead(self) -> list[DeadStub]:
+        """The stubs that were dead when last looked at, sure or not: should the server be gone too, they went first."""
+        return list(self._seen_dead.values())
 
     def poll(self) -> list[DeadStub]:
         """The stubs that have died since the last call, each reported once it is sure."""
         dead = []
-        for pid in _children(self._server_pid):
+        children = _children(self._server_pid)
+        if children:
+            # Collected by the server since, so they ended as they should. Of a server that is gone nothing is known.
+            self._seen_dead = {pid: stub for pid, stub in self._seen_dead.items() if pid in children}
+        for pid in children:
             status = _zombie_status(pid)
             if status is None:
                 if pid not in self._models and (model := _stub_model(pid)) is not None:
                     self._models[pid] = model
                 continue
             self._sightings[pid] = self._sightings.get(pid, 0) + 1
+            self._seen_dead[pid] = DeadStub(pid, self._models.get(pid, "?"), status)
             if self._sightings[pid] == _SIGHTINGS:
-                dead.append(DeadStub(pid, self._models.get(pid, "?"), status))
+                dead.append(self._seen_dead[pid])
         return dead
 
     def ask_to_drain(self) -> None:
