@@ -84,7 +84,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> np.ndarray:
     best, tokens = _most_likely(logits)
     drawn = np.flatnonzero(~batch.greedy)
     if logits.device.type == "cpu":
-        drawn = _draw_unfiltered(logits, best, tokens, drawn, batch)
+        drawn = _draw_natively(logits, best, tokens, drawn, batch)
     for rows in _slices(drawn, batch, logits):
         index = torch.from_numpy(rows).to(logits.device)
         shifted = torch.sub(_rows_between(logits, rows, index), take_rows(best, index)[:, None])
@@ -98,17 +98,16 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> np.ndarray:
 
 def warm_up() -> None:
     """Compile what drawing on a CPU needs, so that no request waits for a compiler."""
-    one = np.ones(1)
     sample(
-        torch.zeros(1, 2),
+        torch.zeros(2, 2),
         SamplingBatch(
-            greedy=np.zeros(1, dtype=bool),
-            temperature=one.astype(np.float32),
-            top_k=np.zeros(1, dtype=np.int64),
-            top_p=one.astype(np.float32),
-            min_p=np.zeros(1, dtype=np.float32),
-            seeds=one.astype(np.uint64),
-            positions=np.zeros(1, dtype=np.int64),
+            greedy=np.zeros(2, dtype=bool),
+            temperature=np.ones(2, dtype=np.float32),
+            top_k=np.zeros(2, dtype=np.int64),
+            top_p=np.array([1.0, 0.5], dtype=np.float32),
+            min_p=np.zeros(2, dtype=np.float32),
+            seeds=np.ones(2, dtype=np.uint64),
+            positions=np.zeros(2, dtype=np.int64),
         ),
     )
 
@@ -137,26 +136,29 @@ def _slices(drawn: np.ndarray, batch: SamplingBatch, logits: torch.Tensor) -> It
             yield group[start : start + size]
 
 
-def _draw_unfiltered(
+def _draw_natively(
     logits: torch.Tensor, best: torch.Tensor, tokens: torch.Tensor, drawn: np.ndarray, batch: SamplingBatch
 ) -> np.ndarray:
-    """Draw those of the rows `drawn` that no filter applies to, natively; returns the others."""
-    top_k, vocabulary = batch.top_k[drawn], logits.shape[-1]
-    plain = ((top_k < 1) | (top_k >= vocabulary)) & (batch.top_p[drawn] == 1.0) & (batch.min_p[drawn] == 0.0)
-    rows = drawn[plain]
-    if not rows.size:
-        return drawn
-    # Imported here because it compiles, which machines that draw elsewhere should not wait for.
+    """Draw those of the rows `drawn` that have no top-k, on a CPU; returns the others."""
+    # Imported here because they compile, which machines that draw elsewhere should not wait for.
     from paged_kernels.cpu.draw import draw_tokens
+    from paged_kernels.cpu.nucleus import draw_nucleus
 
-    index = torch.from_numpy(rows)
-    tokens[index] = draw_tokens(
-        _rows_between(logits, rows, index).contiguous(),
-        take_rows(best, index),
-        torch.from_numpy(batch.temperature[rows]),
-        torch.from_numpy(uniform(batch.seeds[rows], batch.positions[rows]).astype(np.float64)),
-    )
-    return drawn[~plain]
+    top_k = batch.top_k[drawn]
+    no_top_k = (top_k < 1) | (top_k >= logits.shape[-1])
+    unfiltered = no_top_k & (batch.top_p[drawn] == 1.0) & (batch.min_p[drawn] == 0.0)
+    for rows, filtered in ((drawn[unfiltered], False), (drawn[no_top_k & ~unfiltered], True)):
+        if not rows.size:
+            continue
+        index = torch.from_numpy(rows)
+        own = _rows_between(logits, rows, index).contiguous(), best[index], torch.from_numpy(batch.temperature[rows])
+        chance = torch.from_numpy(uniform(batch.seeds[rows], batch.positions[rows]).astype(np.float64))
+        if filtered:
+            filters = torch.from_numpy(batch.top_p[rows]), torch.from_numpy(batch.min_p[rows])
+            tokens[index] = draw_nucleus(*own, *filters, chance)
+        else:
+            tokens[index] = draw_tokens(*own, chance)
+    return drawn[~no_top_k]
 
 
 def _rows_between(logits: torch.Tensor, rows: np.ndarray, index: torch.Tensor) -> torch.Tensor:

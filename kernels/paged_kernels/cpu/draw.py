@@ -24,10 +24,20 @@ from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel, laun
 UNIT = float(1 << 40)
 _BLOCK = 512
 _LANES = 16
-_PARALLEL_LOGITS = 1 << 16  # below this, waking threads costs more than the work
-_TAG = zlib.crc32(Path(__file__).read_bytes(), BUILD_TAG)
+PARALLEL_LOGITS = 1 << 16  # below this, waking threads costs more than the work
+TAG = zlib.crc32(Path(__file__).read_bytes(), BUILD_TAG)
 _I64 = ir.IntType(64)
 _ARGUMENTS = Arguments("logits best temperature chance tokens", "rows vocabulary row_stride")
+
+
+def emit_weights(emit, base, at, best, factor, width):
+    """2 ** ((logit - best) * factor) * UNIT of `width` logits, as float32; 0 for NaN."""
+    vec = emit.b.fsub(emit.load(base, at, width), emit.splat(best, width))
+    ratio = emit.exp2(emit.b.fmul(vec, emit.splat(factor, width)), width)
+    # Rows with NaN are refused elsewhere; here they must only do no harm.
+    is_number = emit.b.fcmp_ordered("ord", ratio, ratio)
+    ratio = emit.b.select(is_number, ratio, emit.const(0.0, width))
+    return emit.b.fmul(ratio, emit.const(UNIT, width))
 
 
 @intrinsic
@@ -41,12 +51,7 @@ def sum_weights(typingctx, logits, offset, count, best, factor):
         def body(width, start):
             def weigh(i, acc):
                 at = builder.add(start, builder.mul(i, emit.i64(width)))
-                vec = builder.fsub(emit.load(base, at, width), emit.splat(args[3], width))
-                ratio = emit.exp2(builder.fmul(vec, emit.splat(args[4], width)), width)
-                # Rows with NaN are refused elsewhere; here they must only do no harm.
-                is_number = builder.fcmp_ordered("ord", ratio, ratio)
-                ratio = builder.select(is_number, ratio, emit.const(0.0, width))
-                scaled = builder.fmul(ratio, emit.const(UNIT, width))
+                scaled = emit_weights(emit, base, at, args[3], args[4], width)
                 return [builder.add(acc[0], builder.fptosi(scaled, ir.VectorType(_I64, width)))]
 
             return weigh
@@ -70,7 +75,7 @@ def sum_weights(typingctx, logits, offset, count, best, factor):
 
 @cache
 def _build():
-    tag, block = _TAG, _BLOCK
+    tag, block = TAG, _BLOCK
     log2_e = np.float32(math.log2(math.e))
 
     def draw(arguments, taken, items):
@@ -134,6 +139,6 @@ def draw_tokens(
         logits=logits, best=best, temperature=temperature, chance=chance, tokens=tokens,
         rows=rows, vocabulary=vocabulary, row_stride=logits.stride(0),
     )  # fmt: skip
-    threads = thread_count() if rows * vocabulary >= _PARALLEL_LOGITS else 1
+    threads = thread_count() if rows * vocabulary >= PARALLEL_LOGITS else 1
     launch(_build(), record, rows, min(threads, rows))
     return tokens
