@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from paged_backend.errors import ConfigError
+from paged_backend.param_checks import show
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -164,11 +165,11 @@ class EngineConfig:
             "enable_prefix_caching",
         ):
             if not isinstance(getattr(self, name), bool):
-                raise _bad(name, f"must be true or false, got {_show(getattr(self, name))}")
+                raise _bad(name, f"must be true or false, got {show(getattr(self, name))}")
         _check_strings(self)
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
-            raise _bad("gpu_memory_utilization", f"must be a number in (0, 1], got {_show(share)}")
+            raise _bad("gpu_memory_utilization", f"must be a number in (0, 1], got {show(share)}")
         if self.trust_remote_code:
             raise _bad("trust_remote_code", "must be false: code shipped with a model is never run")
         seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
@@ -236,12 +237,6 @@ def kv_block_bytes(shape: ModelShape, block_size: int, dtype: str) -> int:
     return 2 * block_size * shape.num_layers * shape.num_kv_heads * shape.head_dim * DTYPE_BYTES[dtype]
 
 
-def _show(value: object) -> str:
-    """`repr` cut to a length that fits an error message."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 def _bad(name: str, what: str) -> ConfigError:
     return ConfigError(f"engine argument `{name}` {what}", field=name)
 
@@ -249,13 +244,13 @@ def _bad(name: str, what: str) -> ConfigError:
 def _check_choice(config: EngineConfig, name: str, choices: tuple) -> None:
     value = getattr(config, name)
     if isinstance(value, bool) or value not in choices:
-        raise _bad(name, f"must be one of {', '.join(map(str, choices))}; got {_show(value)}")
+        raise _bad(name, f"must be one of {', '.join(map(str, choices))}; got {show(value)}")
 
 
 def _check_number(config: EngineConfig, name: str, low: float, high: float) -> None:
     value = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise _bad(name, f"must be a number from {low:g} to {high:g}, got {_show(value)}")
+        raise _bad(name, f"must be a number from {low:g} to {high:g}, got {show(value)}")
 
 
 def _check_int(config: EngineConfig, name: str, low: int, high: int | None = None) -> None:
@@ -264,11 +259,11 @@ def _check_int(config: EngineConfig, name: str, low: int, high: int | None = Non
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         limit = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise _bad(name, f"must be an integer {limit}, got {_show(value)}")
+        raise _bad(name, f"must be an integer {limit}, got {show(value)}")
 
 
 def _check_strings(config: EngineConfig) -> None:
     if not isinstance(config.model, str) or not config.model:
-        raise _bad("model", f"must be a path or a name, got {_show(config.model)}")
+        raise _bad("model", f"must be a path or a name, got {show(config.model)}")
     if config.tokenizer is not None and not isinstance(config.tokenizer, str):
-        raise _bad("tokenizer", f"must be a path or a name, got {_show(config.tokenizer)}")
+        raise _bad("tokenizer", f"must be a path or a name, got {show(config.tokenizer)}")

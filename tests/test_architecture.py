@@ -17,7 +17,7 @@ _BASE |= {"model_source", "model_files"}
 ALLOWED: dict[str, set[str]] = {
     "__init__": {"llm", "sampling_params"},
     "errors": set(),
-    "config": {"errors"},
+    "config": {"errors", "param_checks"},
     "param_checks": {"errors"},
     "structured_params": {"errors", "param_checks"},
     "sampling_params": {"errors", "param_checks", "structured_params"},

@@ -40,7 +40,6 @@ from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, Program, element_typ
 
 # Multiply-adds of a step below which waking other threads costs more than the work.
 _PARALLEL_PRODUCTS = 1 << 18
-_CALLS_PER_LAYER = 9
 
 
 class Model(Protocol):

@@ -93,6 +93,9 @@ def test_long_values_are_cut_in_the_message():
     with pytest.raises(ConfigError) as caught:
         EngineConfig(max_model_len="9" * 100_000)
     assert len(str(caught.value)) < 200
+    # Python refuses to write out integers of this size.
+    with pytest.raises(ConfigError, match=r"`num_threads` must be an integer from 1 to 1024, got an integer of"):
+        EngineConfig(num_threads=10**5000)
 
 
 def test_unknown_and_contradicting_arguments():
