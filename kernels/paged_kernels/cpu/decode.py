@@ -14,15 +14,10 @@ import numpy as np
 import torch
 from numba import carray
 
-from paged_kernels.cpu.micro import (
-    BUILD_TAG,
-    add_values,
-    group_scores,
-    load_row,
-    row_softmax,
-)
+from paged_kernels.cpu.micro import load_row, multiplies_bfloat16, row_softmax
 from paged_kernels.cpu.primitives import fetch_add, pointer, prefetch
 from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel, element_type, launch, thread_count
+from paged_kernels.cpu.tiles import TILE_TAG, padded, tile_scores, tile_values
 
 SPLIT_TOKENS = 512
 _TILE = 64  # tokens per online-softmax step; a multiple of 16
@@ -38,7 +33,9 @@ DECODE_ARGUMENTS = Arguments(
 @cache
 def build_decode(head_dim: int, group: int, element: type):
     """The kernel for one head size and group. Longer than a screen because of what `decode` in it says."""
-    tag, dim, rows, tile = BUILD_TAG, head_dim, group, _TILE
+    tag, dim, width, rows, tile = TILE_TAG + multiplies_bfloat16(), head_dim, padded(head_dim), group, _TILE
+
+    per_line = 64 // np.dtype(element).itemsize
 
     def decode(arguments, taken, items):
         """Longer than a screen because the sizes must reach the intrinsics as literals of one function: numba's
@@ -60,10 +57,11 @@ def build_decode(head_dim: int, group: int, element: type):
         counter = carray(taken, 1)
         done = carray(pointer(args.done), UNBOUNDED, np.int64)
         heads, block_size = args.heads, args.block_size
-        query = np.empty(rows * dim, dtype=np.float32)
+        k_at = np.empty(2 * tile, dtype=np.int64)
+        v_at = np.empty(2 * tile, dtype=np.int64)
         scores = np.empty(rows * tile, dtype=np.float32)
+        weights = np.empty(rows * tile, dtype=element)
         total = np.empty(dim, dtype=np.float32)
-        weight = np.empty(1, dtype=np.float32)
         count = 0
         while True:
             item = fetch_add(counter, 0)
@@ -79,43 +77,49 @@ def build_decode(head_dim: int, group: int, element: type):
             begin = max(0, length - args.window)
             cut = (begin // SPLIT_TOKENS + chunk - first) * SPLIT_TOKENS
             start, end = max(begin, cut), min(length, cut + SPLIT_TOKENS)
+            query = seq * args.query_token + head * rows * args.query_head
             row0 = item * rows
             for g in range(rows):
                 top[row0 + g] = -np.inf
                 norm[row0 + g] = 0.0
-                at = seq * args.query_token + (head * rows + g) * args.query_head
-                load_row(query, g * dim, q, at, args.scale, dim)
-            for i in range(row0 * dim, (row0 + rows) * dim):
+            for i in range(row0 * width, (row0 + rows) * width):
                 acc[i] = 0.0
-            for t0 in range(start, end, tile):
-                stop = min(t0 + tile, end)
-                t = t0
-                while t < stop:
-                    page = t // block_size
-                    many = min((page + 1) * block_size, stop) - t
-                    block = np.int64(tables[table + page])
-                    within = t - page * block_size
-                    at = block * args.k_block + head * args.k_head + within * args.k_token
-                    v_at = block * args.v_block + head * args.v_head + within * args.v_token
-                    for i in range(many):
-                        prefetch(vc, v_at + i * args.v_token)
-                        group_scores(scores, t - t0 + i, tile, query, kc, at + i * args.k_token, rows, dim)
-                    t += many
-                blocks = (stop - t0 + 15) // 16
-                for g in range(rows):
-                    for i in range(stop - t0, blocks * 16):
-                        scores[g * tile + i] = -np.inf
-                    row_softmax(scores, g * tile, blocks, top, norm, alpha, row0 + g)
-                    at = (row0 + g) * dim
-                    load_row(acc, at, acc, at, alpha[row0 + g], dim)
-                t = t0
-                while t < stop:
-                    page = t // block_size
-                    many = min((page + 1) * block_size, stop) - t
-                    at = np.int64(tables[table + page]) * args.v_block + head * args.v_head
-                    at += (t - page * block_size) * args.v_token
-                    add_values(acc, row0 * dim, scores, t - t0, tile, 1, vc, at, args.v_token, many, rows, dim)
-                    t += many
+            # Each round looks up where the next tile lies and asks for it, so that memory works while this one computes.
+            here = 0
+            for t0 in range(start - tile, end, tile):
+                ahead, coming = tile - here, min(tile, end - t0 - tile)
+                page = (t0 + tile) // block_size
+                within = t0 + tile - page * block_size
+                for i in range(coming):
+                    if within == block_size or i == 0:
+                        within -= 0 if i == 0 else block_size
+                        block = np.int64(tables[table + page])
+                        page += 1
+                    k_at[ahead + i] = block * args.k_block + head * args.k_head + within * args.k_token
+                    v_at[ahead + i] = block * args.v_block + head * args.v_head + within * args.v_token
+                    within += 1
+                for i in range(coming, -(-coming // 16) * 16):
+                    k_at[ahead + i], v_at[ahead + i] = k_at[ahead + coming - 1], v_at[ahead + coming - 1]
+                many = min(tile, end - t0)
+                for i in range(0, tile, 16):
+                    for j in range(ahead + i, ahead + min(i + 16, coming)):
+                        for line in range(0, dim, per_line):
+                            prefetch(kc, k_at[j] + line)
+                            prefetch(vc, v_at[j] + line)
+                    if t0 >= start and i < many:
+                        tile_scores(scores, i, tile, q, query, args.query_head, kc, k_at, here + i, rows, dim)
+                if t0 >= start:
+                    blocks = (many + 15) // 16
+                    for g in range(rows):
+                        for i in range(many, 16 * blocks):
+                            scores[g * tile + i] = -np.inf
+                        at = g * tile
+                        row_softmax(scores, at, blocks, args.scale, weights, at, top, norm, alpha, row0 + g)
+                        at = (row0 + g) * width
+                        load_row(acc, at, acc, at, alpha[row0 + g], width)
+                    many = (many + 1) // 2 * 2
+                    tile_values(acc, row0 * width, weights, 0, tile, vc, v_at, here, many, rows, dim)
+                here = ahead
             if fetch_add(done, seq * heads + head) + 1 < last - first:
                 continue
             done[seq * heads + head] = 0  # for the next layer or step
@@ -129,9 +133,10 @@ def build_decode(head_dim: int, group: int, element: type):
                 for part in range(first, last):
                     row = (part * heads + head) * rows + g
                     if norm[row] != 0.0:
-                        weight[0] = np.float32(2.0) ** (top[row] - highest)
-                        denominator += norm[row] * weight[0]
-                        add_values(total, 0, weight, 0, 0, 0, acc, row * dim, 0, 1, 1, dim)
+                        weight = np.float32(2.0) ** (top[row] - highest)
+                        denominator += norm[row] * weight
+                        for i in range(dim):
+                            total[i] += acc[row * width + i] * weight
                 inverse = np.float32(0.0) if denominator == 0.0 else np.float32(1.0) / denominator
                 at = seq * args.out_token + (head * rows + g) * args.out_head
                 load_row(out, at, total, 0, inverse, dim)
@@ -176,7 +181,7 @@ def plan_decode(lens: list[int], q_heads: int, heads: int, dim: int, window: int
     rows = chunk_seq.size * q_heads
     top, norm, alpha = np.empty((3, rows), dtype=np.float32)
     fields = {
-        "chunk_seq": chunk_seq, "chunk_at": chunk_at, "acc": np.empty(rows * dim, dtype=np.float32),
+        "chunk_seq": chunk_seq, "chunk_at": chunk_at, "acc": np.empty(rows * padded(dim), dtype=np.float32),
         "top": top, "norm": norm, "alpha": alpha, "seqs": len(lens), "chunks": chunk_seq.size,
     }  # fmt: skip
     return fields, chunk_seq.size * heads

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numba import carray
 
-from paged_kernels.cpu.micro import load_row
+from paged_kernels.cpu.micro import load_row, multiplies_bfloat16
 from paged_kernels.cpu.primitives import fetch_add, pointer
-from paged_kernels.cpu.products import PANEL_OUTPUTS, TAG, gate, multiplies_bfloat16, panel_product
+from paged_kernels.cpu.products import PANEL_OUTPUTS, TAG, gate, panel_product
 from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel
 
 LINEAR_ARGUMENTS = Arguments("a weight bias out", "rows depth outputs a_row out_row has_bias")
@@ -111,16 +111,16 @@ def build_linear(element: type, epilogue: str):
                     while row < end:
                         to, source, left = (row - first) * width, row * args.a_row + k, end - row
                         if left >= 8:
-                            panel_product(c, to, k, a, source, args.a_row, weight, at, depth, 8)
+                            panel_product(c, to, width, k, a, source, args.a_row, weight, at, depth, 8)
                             row += 8
                         elif left >= 4:
-                            panel_product(c, to, k, a, source, args.a_row, weight, at, depth, 4)
+                            panel_product(c, to, width, k, a, source, args.a_row, weight, at, depth, 4)
                             row += 4
                         elif left >= 2:
-                            panel_product(c, to, k, a, source, args.a_row, weight, at, depth, 2)
+                            panel_product(c, to, width, k, a, source, args.a_row, weight, at, depth, 2)
                             row += 2
                         else:
-                            panel_product(c, to, k, a, source, args.a_row, weight, at, depth, 1)
+                            panel_product(c, to, width, k, a, source, args.a_row, weight, at, depth, 1)
                             row += 1
                 for row in range(first, end):
                     at = (row - first) * width

@@ -6,28 +6,26 @@ widens them to what the machine has: SSE, AVX2, AVX-512, NEON), so speed does no
 
 Conventions. Arrays are flat and C-contiguous, addressed by an element offset; `float32` arrays hold values,
 `uint16` arrays hold bfloat16 bits (widened on load by a shift of 16). Sizes that shape the code (head_dim,
-group) must be compile-time literals. Softmax is in base 2: scores arrive multiplied by log2(e). Nothing here
-knows about pages, sequences or threads; `decode.py` and `prefill.py` call it.
+rows) must be compile-time literals. Softmax is in base 2: scores arrive multiplied by log2(e). Nothing here
+knows about pages, sequences or threads; `tiles.py`, `products.py` and the kernels call it.
 
 The instructions carry their own fast-math flags (contract everywhere, reassoc on horizontal sums). Callers
 must not be compiled with numba's `fastmath`: it rewrites the flags of every instruction, and reassociation
 would fold away the rounding trick in `_Emit.exp2`.
 """
 
-import itertools
 import math
 import zlib
 from pathlib import Path
 
+import llvmlite.binding
+import numba
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
 
 from paged_kernels.cpu import primitives
-
-PANEL = 16
-"""Query rows the prefill kernel handles side by side; the width of the vectors it works in."""
 
 BUILD_TAG = zlib.crc32(Path(__file__).read_bytes(), primitives.BUILD_TAG)
 """Closure constant of every kernel built from this file: numba's disk cache looks only at the file of the
@@ -57,11 +55,24 @@ def _chunks(n):
     return out
 
 
-def _row_blocks(rows, most=4):
-    """Cut rows into nearly equal blocks of at most `most`: (first row, rows)."""
-    count = -(-rows // most)
-    cuts = [rows * i // count for i in range(count + 1)]
-    return [(a, b - a) for a, b in itertools.pairwise(cuts)]
+class _BFloat(ir.types._BaseFloatType):
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    null = "0.0"
+    intrinsic_name = "bf16"
+
+    def __str__(self):
+        return "bfloat"
+
+
+_BFloat._create_instance()
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the code numba makes may use AVX512-BF16."""
+    if numba.config.CPU_FEATURES is not None:
+        return "+avx512bf16" in numba.config.CPU_FEATURES
+    return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16", False))
 
 
 class _Emit:
@@ -103,7 +114,13 @@ class _Emit:
         """Store floats; to bfloat16 by round to nearest even, NaN kept as a quiet NaN."""
         data, is_bf16 = base
         elem = _F32
-        if is_bf16:
+        if is_bf16 and width == 16 and multiplies_bfloat16():
+            elem = ir.IntType(16)
+            signature = ir.FunctionType(ir.VectorType(_BFloat(), 16), [vec.type])
+            name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
+            function = cgutils.get_or_insert_function(self.b.module, signature, name)
+            vec = self.b.bitcast(self.b.call(function, [vec]), ir.VectorType(elem, 16))
+        elif is_bf16:
             elem = ir.IntType(16)
             bits = self.b.bitcast(vec, ir.VectorType(_I32, width))
             high = self.b.lshr(bits, self.iconst(16, width))
@@ -117,7 +134,7 @@ class _Emit:
         self.b.store(vec, ptr, align=2 if is_bf16 else 4)
 
     def splat(self, scalar, width):
-        vec = ir.VectorType(_F32, width)
+        vec = ir.VectorType(scalar.type, width)
         one = self.b.insert_element(ir.Constant(vec, ir.Undefined), scalar, ir.Constant(_I32, 0))
         mask = ir.Constant(ir.VectorType(_I32, width), [0] * width)
         return self.b.shuffle_vector(one, ir.Constant(vec, ir.Undefined), mask)
@@ -130,6 +147,29 @@ class _Emit:
 
     def max(self, x, y):
         return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
+
+    def pair_products(self, pairs, others, acc):
+        """acc + the dot products of 16 pairs of bfloat16 with 16 others; both <16 x i32>."""
+        floats = ir.VectorType(_F32, 16)
+        if multiplies_bfloat16():
+            pair = ir.VectorType(_BFloat(), 32)
+            signature = ir.FunctionType(floats, [floats, pair, pair])
+            name = "llvm.x86.avx512bf16.dpbf16ps.512"
+            function = cgutils.get_or_insert_function(self.b.module, signature, name)
+            return self.b.call(function, [acc, self.b.bitcast(others, pair), self.b.bitcast(pairs, pair)])
+        shift, mask = self.iconst(16, 16), self.iconst(0xFFFF0000, 16)
+
+        def low(pair):
+            return self.b.bitcast(self.b.shl(pair, shift), floats)
+
+        def high(pair):
+            return self.b.bitcast(self.b.and_(pair, mask), floats)
+
+        return self.fma(high(pairs), high(others), self.fma(low(pairs), low(others), acc))
+
+    def shuffle(self, left, right, places):
+        """Elements of two vectors by their places in both, one after the other."""
+        return self.b.shuffle_vector(left, right, ir.Constant(ir.VectorType(_I32, len(places)), list(places)))
 
     def halves(self, vec, width, combine):
         """Reduce a vector to its first lane by folding halves."""
@@ -212,116 +252,6 @@ def copy_row(typingctx, dst, dst_off, src, src_off, head_dim):
     return sig, codegen
 
 
-@intrinsic(prefer_literal=True)
-def group_scores(typingctx, s, s_off, s_stride, q, k, k_off, group, head_dim):
-    """s[s_off + g * s_stride] = q[g] . k for one key and the `group` query rows that share it.
-
-    s, q: float32 (q packed [group, head_dim]); k: one key row, float32 or bfloat16 bits.
-    """
-    rows, dim = _literal(group, "group"), _literal(head_dim, "head_dim")
-    lanes = _chunks(dim)
-
-    def codegen(context, builder, sig, args):
-        emit = _Emit(context, builder)
-        scores, query, key = (emit.base(sig.args[i], args[i]) for i in (0, 3, 4))
-        sums = [{} for _ in range(rows)]
-        for at, width in lanes:
-            vec = emit.load(key, emit.at(args[5], at), width)
-            for g in range(rows):
-                row = emit.load(query, emit.i64(g * dim + at), width)
-                acc = sums[g].get(width)
-                zero = emit.const(0.0, width)
-                sums[g][width] = emit.fma(row, vec, zero if acc is None else acc)
-        for g in range(rows):
-            parts = [emit.hsum(vec, width) for width, vec in sums[g].items()]
-            total = parts[0]
-            for part in parts[1:]:
-                total = builder.fadd(total, part)
-            where = builder.add(args[1], builder.mul(args[2], emit.i64(g)))
-            builder.store(total, builder.gep(scores[0], [where]))
-        return context.get_dummy_value()
-
-    sig = types.void(s, types.int64, types.int64, q, k, types.int64, group, head_dim)
-    return sig, codegen
-
-
-def _accumulate(emit, c, c_off, ldc, a, a_off, a_row, a_col, b, b_off, ldb, depth, shape):
-    """C[i, :] += sum over k of A[i, k] * B[k, :], C held in registers; shape = (row, rows, lane, width)."""
-    row, rows, lane, width = shape
-    builder = emit.b
-
-    def where(i):
-        return emit.at(builder.add(c_off, builder.mul(ldc, emit.i64(row + i))), lane)
-
-    def body(k, acc):
-        vec = emit.load(b, emit.at(builder.add(b_off, builder.mul(k, ldb)), lane), width)
-        a_k = builder.add(a_off, builder.mul(k, a_col))
-        out = []
-        for i in range(rows):
-            a_ik = emit.scalar(a, builder.add(a_k, builder.mul(a_row, emit.i64(row + i))))
-            out.append(emit.fma(emit.splat(a_ik, width), vec, acc[i]))
-        return out
-
-    start = [emit.load(c, where(i), width) for i in range(rows)]
-    for i, vec in enumerate(emit.loop(depth, start, body)):
-        emit.store(c, where(i), vec, width)
-
-
-@intrinsic(prefer_literal=True)
-def add_values(typingctx, acc, acc_off, p, p_off, p_row, p_col, v, v_off, v_stride, tokens, rows, head_dim):
-    """acc[r, :] += sum over t of p[p_off + r * p_row + t * p_col] * v[t, :], for `rows` rows.
-
-    acc, p: float32 (acc packed [rows, head_dim]); v: `tokens` rows v_stride apart, float32 or bfloat16 bits.
-    """
-    count, dim = _literal(rows, "rows"), _literal(head_dim, "head_dim")
-
-    def codegen(context, builder, sig, args):
-        emit = _Emit(context, builder)
-        c, a, b = (emit.base(sig.args[i], args[i]) for i in (0, 2, 6))
-        for lane, width in _chunks(dim):
-            for row, many in _row_blocks(count):
-                _accumulate(
-                    emit, c, args[1], emit.i64(dim), a, args[3], args[4], args[5],
-                    b, args[7], args[8], args[9], (row, many, lane, width),
-                )  # fmt: skip
-        return context.get_dummy_value()
-
-    n = types.int64
-    return types.void(acc, n, p, n, n, n, v, n, n, n, rows, head_dim), codegen
-
-
-@intrinsic(prefer_literal=True)
-def panel_scores(typingctx, s, k, tokens, q, q_off, head_dim):
-    """s[t, :] = sum over d of k[t, d] * q[d, :] for the PANEL query rows stored d-major at q_off.
-
-    All float32; s [tokens, PANEL], k [tokens, head_dim], tokens a multiple of 4.
-    """
-    dim = _literal(head_dim, "head_dim")
-
-    def codegen(context, builder, sig, args):
-        emit = _Emit(context, builder)
-        c, b, a = (emit.base(sig.args[i], args[i]) for i in (0, 3, 1))
-        zero = emit.const(0.0, PANEL)
-        with cgutils.for_range(builder, builder.sdiv(args[2], emit.i64(4)), intp=_I64) as block:
-            t0 = builder.mul(block.index, emit.i64(4))
-            k0 = builder.mul(t0, emit.i64(dim))
-
-            def body(d, acc):
-                vec = emit.load(b, builder.add(args[4], builder.mul(d, emit.i64(PANEL))), PANEL)
-                out = []
-                for i in range(4):
-                    k_td = emit.scalar(a, emit.at(builder.add(k0, d), i * dim))
-                    out.append(emit.fma(emit.splat(k_td, PANEL), vec, acc[i]))
-                return out
-
-            for i, vec in enumerate(emit.loop(emit.i64(dim), [zero] * 4, body)):
-                where = builder.mul(emit.at(t0, i), emit.i64(PANEL))
-                emit.store(c, where, vec, PANEL)
-        return context.get_dummy_value()
-
-    return types.void(s, k, types.int64, q, types.int64, head_dim), codegen
-
-
 def _rebase(emit, m_old, m_new, width):
     """(the maximum to subtract, the factor for what was summed under m_old); -inf on both sides gives 0."""
     empty = emit.b.fcmp_ordered("==", m_new, emit.const(-math.inf, width))
@@ -330,77 +260,44 @@ def _rebase(emit, m_old, m_new, width):
 
 
 @intrinsic
-def panel_softmax(typingctx, s, tokens, m, norm, alpha, off):
-    """One online-softmax step, down the columns: s [tokens, PANEL] scores become weights in place.
+def row_softmax(typingctx, s, s_off, blocks, scale, p, p_off, m, norm, alpha, row):
+    """One online-softmax step along a row: 16 * blocks scores at s_off, times `scale` (positive), become weights p.
 
-    m, norm (running maximum and sum) and alpha (factor for the rows accumulated so far) are float32, PANEL
-    entries at `off`.
+    s: float32 (pad with -inf); p: float32 or bfloat16 bits, may be s. m, norm (running maximum and sum): float32, one
+    entry per row; alpha[row] is the factor for what was accumulated so far.
     """
 
     def codegen(context, builder, sig, args):
         emit = _Emit(context, builder)
-        score, mx, ls, al = (emit.base(sig.args[i], args[i]) for i in (0, 2, 3, 4))
-        count, off = args[1], args[5]
-        m_old = emit.load(mx, off, PANEL)
+        score, weight, mx, ls, al = (emit.base(sig.args[i], args[i]) for i in (0, 4, 6, 7, 8))
+        count, row = args[2], args[9]
+        factor = emit.splat(args[3], 16)
 
-        def place(t):
-            return builder.mul(t, emit.i64(PANEL))
-
-        def top(t, acc):
-            return [emit.max(emit.load(score, place(t), PANEL), acc[0])]
-
-        (m_new,) = emit.loop(count, [m_old], top)
-        base, factor = _rebase(emit, m_old, m_new, PANEL)
-
-        def weigh(t, acc):
-            w = emit.exp2(builder.fsub(emit.load(score, place(t), PANEL), base), PANEL)
-            emit.store(score, place(t), w, PANEL)
-            return [builder.fadd(acc[0], w)]
-
-        start = builder.fmul(emit.load(ls, off, PANEL), factor)
-        (total,) = emit.loop(count, [start], weigh)
-        for target, vec in ((mx, m_new), (ls, total), (al, factor)):
-            emit.store(target, off, vec, PANEL)
-        return context.get_dummy_value()
-
-    return types.void(s, types.int64, m, norm, alpha, types.int64), codegen
-
-
-@intrinsic
-def row_softmax(typingctx, s, s_off, blocks, m, norm, alpha, row):
-    """One online-softmax step along a row of 16 * blocks scores at s_off (pad with -inf), in place.
-
-    m, norm, alpha: float32, one entry per row; alpha[row] is the factor for what was accumulated so far.
-    """
-
-    def codegen(context, builder, sig, args):
-        emit = _Emit(context, builder)
-        score, mx, ls, al = (emit.base(sig.args[i], args[i]) for i in (0, 3, 4, 5))
-        count, row = args[2], args[6]
-
-        def place(t):
-            return builder.add(args[1], builder.mul(t, emit.i64(16)))
+        def place(start, t):
+            return builder.add(start, builder.mul(t, emit.i64(16)))
 
         def top(t, acc):
-            return [emit.max(emit.load(score, place(t), 16), acc[0])]
+            return [emit.max(emit.load(score, place(args[1], t), 16), acc[0])]
 
         m_old = emit.load(mx, row, 1)
         (tops,) = emit.loop(count, [emit.const(-math.inf, 16)], top)
-        m_new = emit.max(emit.splat(emit.halves(tops, 16, emit.max), 1), m_old)
-        base, factor = _rebase(emit, m_old, m_new, 1)
+        highest = builder.fmul(emit.splat(emit.halves(tops, 16, emit.max), 1), emit.splat(args[3], 1))
+        m_new = emit.max(highest, m_old)
+        base, shrink = _rebase(emit, m_old, m_new, 1)
         base16 = emit.splat(builder.extract_element(base, ir.Constant(_I32, 0)), 16)
 
         def weigh(t, acc):
-            w = emit.exp2(builder.fsub(emit.load(score, place(t), 16), base16), 16)
-            emit.store(score, place(t), w, 16)
+            scaled = builder.fmul(emit.load(score, place(args[1], t), 16), factor)
+            w = emit.exp2(builder.fsub(scaled, base16), 16)
+            emit.store(weight, place(args[5], t), w, 16)
             return [builder.fadd(acc[0], w)]
 
         (sums,) = emit.loop(count, [emit.const(0.0, 16)], weigh)
         total = emit.splat(emit.hsum(sums, 16), 1)
-        total = emit.fma(emit.load(ls, row, 1), factor, total)
-        for target, vec in ((mx, m_new), (ls, total), (al, factor)):
+        total = emit.fma(emit.load(ls, row, 1), shrink, total)
+        for target, vec in ((mx, m_new), (ls, total), (al, shrink)):
             emit.store(target, row, vec, 1)
         return context.get_dummy_value()
 
-    n = types.int64
-    return types.void(s, n, n, m, norm, alpha, n), codegen
+    n, f = types.int64, types.float32
+    return types.void(s, n, n, f, p, n, m, norm, alpha, n), codegen

@@ -1,11 +1,13 @@
 """Causal attention of ragged query chunks over the paged cache (CPU).
 
 Contract: the prefill rows of `ops.paged_attention`. A work item is (sequence, tile of query tokens, kv head).
-Its rows are the tile's tokens times the query heads that share the kv head, in panels of PANEL rows:
+Its rows are the tile's tokens times the query heads that share the kv head:
 
-    queries   q[panel][d][row]   transposed once per item, so that rows lie along the vector lanes
-    keys      k[t][d]            a tile of tokens fetched page by page, widened to float32, used by all panels
-    scores    s[t][row]          per panel; masked only where the tile crosses the diagonal or the window's start
+    queries   q[row][d]          copied side by side, ROWS at a time
+    keys      k[d][t]            a tile of tokens fetched page by page, packed as panels of `products`, used by all rows
+    scores    s[row][t]          masked only where the tile crosses the diagonal or the window's start
+    weights   p[row][t]          in the cache's own type
+    values    v[t][d]            packed likewise
     output    o[row][d]          accumulated in float32 with the usual online softmax
 
 Tiles of keys lie at multiples of their size whatever the batch, the chunk or the thread count: a row's bits depend
@@ -19,19 +21,16 @@ import torch
 from numba import carray
 
 from paged_kernels.cpu.decode import attention_fields, softmax_scale
-from paged_kernels.cpu.micro import (
-    BUILD_TAG,
-    PANEL,
-    add_values,
-    copy_row,
-    load_row,
-    panel_scores,
-    panel_softmax,
-)
+from paged_kernels.cpu.micro import copy_row, load_row, multiplies_bfloat16, row_softmax
 from paged_kernels.cpu.primitives import fetch_add, pointer
+from paged_kernels.cpu.products import PANEL_OUTPUTS, ROW_BLOCKS, panel_product
 from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel, element_type, launch, thread_count
+from paged_kernels.cpu.tiles import LANES, TILE_TAG, pack_keys, pack_values
 
-_ROWS = 64  # query rows per item; fewer when that would leave threads idle
+ROWS = ROW_BLOCKS[0]
+"""Query rows multiplied at a time."""
+
+_ITEM_ROWS = 64  # query rows per item; fewer when that would leave threads idle
 _PARALLEL_PRODUCTS = 1 << 20  # multiply-adds per product; below this, waking threads costs more than the work
 PREFILL_ARGUMENTS = Arguments(
     "query k_cache v_cache tables lens starts out tile_seq tile_at",
@@ -42,14 +41,15 @@ PREFILL_ARGUMENTS = Arguments(
 
 
 def _key_tile(head_dim: int) -> int:
-    """Tokens per tile: keys and values of a tile together stay near 32 KiB."""
+    """Tokens per tile, a multiple of the panels' outputs: keys and values of a tile together stay near 32 KiB."""
     return 64 if head_dim <= 64 else 32
 
 
 @cache
 def build_prefill(head_dim: int, element: type):
     """The kernel for one head size. Longer than a screen because of what `prefill` in it says."""
-    tag, dim, tile = BUILD_TAG, head_dim, _key_tile(head_dim)
+    tag, dim, tile = TILE_TAG + multiplies_bfloat16(), head_dim, _key_tile(head_dim)
+    width, step = -(-head_dim // PANEL_OUTPUTS) * PANEL_OUTPUTS, 1 if element is np.float32 else 2
 
     def prefill(arguments, taken, items):
         """Longer than a screen because the sizes must reach the intrinsics as literals of one function: numba's
@@ -67,17 +67,18 @@ def build_prefill(head_dim: int, element: type):
         tile_at = carray(pointer(args.tile_at), args.tiles, np.int32)
         counter = carray(taken, 1)
         heads, per_token, block_size = args.heads, args.group, args.block_size
-        panels = (args.tokens_per_tile * per_token + PANEL - 1) // PANEL
-        query = np.zeros(panels * dim * PANEL, dtype=np.float32)
-        o = np.empty(panels * PANEL * dim, dtype=np.float32)
-        top = np.empty(panels * PANEL, dtype=np.float32)
-        norm = np.empty(panels * PANEL, dtype=np.float32)
-        alpha = np.empty(panels * PANEL, dtype=np.float32)
-        keys = np.zeros(tile * dim, dtype=np.float32)
-        values = np.empty(tile * dim, dtype=np.float32)
-        s = np.empty(tile * PANEL, dtype=np.float32)
-        buffer = np.empty(dim, dtype=np.float32)
-        position = np.empty(panels * PANEL, dtype=np.int64)
+        height = (args.tokens_per_tile * per_token + ROWS - 1) // ROWS * ROWS
+        query = np.zeros(height * dim, dtype=element)
+        keys = np.zeros(tile * dim, dtype=element)
+        values = np.zeros(tile * width, dtype=element)
+        s = np.zeros(height * tile, dtype=np.float32)
+        p = np.zeros(height * tile, dtype=element)
+        o = np.empty(height * width, dtype=np.float32)
+        top = np.empty(height, dtype=np.float32)
+        norm = np.empty(height, dtype=np.float32)
+        alpha = np.empty(height, dtype=np.float32)
+        k_at = np.empty(tile, dtype=np.int64)
+        v_at = np.empty(tile, dtype=np.int64)
         done = 0
         while True:
             item = fetch_add(counter, 0)
@@ -95,58 +96,60 @@ def build_prefill(head_dim: int, element: type):
             pos0 = np.int64(lens[seq]) - (q_end - first)  # position of the tile's first token
             for r in range(rows):
                 q_head = head * per_token + r % per_token
-                at = (first + r // per_token) * args.query_token + q_head * args.query_head
-                load_row(buffer, 0, q, at, args.scale, dim)
-                base = (r // PANEL) * dim * PANEL + r % PANEL
-                for d in range(dim):
-                    query[base + d * PANEL] = buffer[d]
-            for r in range(panels * PANEL):
+                copy_row(query, r * dim, q, (first + r // per_token) * args.query_token + q_head * args.query_head, dim)
+            for r in range(height):
                 top[r] = -np.inf
                 norm[r] = 0.0
-                position[r] = pos0 + r // per_token
-            for i in range(panels * PANEL * dim):
+            for i in range(height * width):
                 o[i] = 0.0
             oldest = max(0, pos0 - args.window + 1)  # the first token that any row sees
             for t0 in range(oldest // tile * tile, pos0 + count, tile):
-                stop = min(t0 + tile, pos0 + count)
-                t = max(t0, oldest)
-                while t < stop:
-                    page = t // block_size
-                    many = min((page + 1) * block_size, stop) - t
-                    block = np.int64(tables[seq * args.table_row + page])
-                    within = t - page * block_size
-                    k_at = block * args.k_block + head * args.k_head + within * args.k_token
-                    v_at = block * args.v_block + head * args.v_head + within * args.v_token
-                    for i in range(many):
-                        copy_row(keys, (t - t0 + i) * dim, kc, k_at + i * args.k_token, dim)
-                        copy_row(values, (t - t0 + i) * dim, vc, v_at + i * args.v_token, dim)
-                    t += many
-                for panel in range((rows + PANEL - 1) // PANEL):
-                    row0 = panel * PANEL
-                    span = min(stop, position[min(rows, row0 + PANEL) - 1] + 1) - t0
-                    skip = max(0, position[row0] - args.window + 1 - t0)
-                    if span <= skip:
+                skip, stop = max(0, oldest - t0), min(tile, pos0 + count - t0)
+                page = (t0 + skip) // block_size
+                within = t0 + skip - page * block_size
+                block = np.int64(tables[seq * args.table_row + page])
+                for i in range(skip, stop):
+                    if within == block_size:
+                        within = 0
+                        page += 1
+                        block = np.int64(tables[seq * args.table_row + page])
+                    k_at[i] = block * args.k_block + head * args.k_head + within * args.k_token
+                    v_at[i] = block * args.v_block + head * args.v_head + within * args.v_token
+                    within += 1
+                # Nobody sees these; their addresses must be those of something.
+                for i in range(skip):
+                    k_at[i], v_at[i] = k_at[skip], v_at[skip]
+                for i in range(stop, tile):
+                    k_at[i], v_at[i] = k_at[stop - 1], v_at[stop - 1]
+                for i in range(0, stop, LANES):
+                    half = i % PANEL_OUTPUTS
+                    pack_keys(keys, (i - half) * dim + half * step, kc, k_at, i, dim)
+                for i in range(0, stop, step):
+                    pack_values(values, i * PANEL_OUTPUTS, tile * PANEL_OUTPUTS, vc, v_at, i, dim)
+                for row in range(0, rows, ROWS):
+                    last = min(rows, row + ROWS) - 1
+                    span = min(stop, pos0 + last // per_token + 1 - t0)
+                    if span <= 0 or t0 + tile <= pos0 + row // per_token - args.window + 1:
                         continue
-                    panel_scores(s, keys, (span + 3) // 4 * 4, query, row0 * dim, dim)
-                    for t in range(max(0, position[row0] + 1 - t0), span):
-                        for lane in range(PANEL):
-                            if t0 + t > position[row0 + lane]:
-                                s[t * PANEL + lane] = -np.inf
-                    # Before `oldest` there are no keys: scores from 0 to `skip` are masked, their values never read.
-                    for t in range(min(span, position[row0 + PANEL - 1] - args.window + 1 - t0)):
-                        for lane in range(PANEL):
-                            if t0 + t <= position[row0 + lane] - args.window:
-                                s[t * PANEL + lane] = -np.inf
-                    panel_softmax(s, span, top, norm, alpha, row0)
-                    for r in range(row0, row0 + PANEL):
-                        load_row(o, r * dim, o, r * dim, alpha[r], dim)
-                    seen = span - skip
-                    add_values(o, row0 * dim, s, skip * PANEL, 1, PANEL, values, skip * dim, dim, seen, PANEL, dim)
+                    for i in range(0, span, PANEL_OUTPUTS):
+                        panel_product(s, row * tile + i, tile, 0, query, row * dim, dim, keys, i * dim, dim, ROWS)
+                    blocks = (span + LANES - 1) // LANES
+                    for r in range(row, row + ROWS):
+                        position = pos0 + min(r, rows - 1) // per_token - t0
+                        for i in range(max(0, position + 1), blocks * LANES):
+                            s[r * tile + i] = -np.inf
+                        for i in range(min(span, position - args.window + 1)):
+                            s[r * tile + i] = -np.inf
+                        row_softmax(s, r * tile, blocks, args.scale, p, r * tile, top, norm, alpha, r)
+                        load_row(o, r * width, o, r * width, alpha[r], width)
+                    depth = (span + step - 1) // step * step
+                    for i in range(0, width, PANEL_OUTPUTS):
+                        panel_product(o, row * width + i, width, 1, p, row * tile, tile, values, i * tile, depth, ROWS)
             for r in range(rows):
                 q_head = head * per_token + r % per_token
                 inverse = np.float32(0.0) if norm[r] == 0.0 else np.float32(1.0) / norm[r]
                 at = (first + r // per_token) * args.out_token + q_head * args.out_head
-                load_row(out, at, o, r * dim, inverse, dim)
+                load_row(out, at, o, r * width, inverse, dim)
 
     return compile_kernel(prefill, PREFILL_ARGUMENTS)
 
@@ -163,8 +166,8 @@ def _tiles(query_lens: np.ndarray, tokens: int):
 def plan_prefill(query_lens: np.ndarray, heads: int, group: int, threads: int) -> tuple[dict, int]:
     """A step's own argument fields, for sequences of so many query tokens, and its number of work items."""
     total = int(query_lens.sum())
-    tokens = max(1, _ROWS // group)
-    while tokens * group > PANEL and -(-total // tokens) * heads < 2 * threads:
+    tokens = max(1, _ITEM_ROWS // group)
+    while tokens * group > 2 * ROWS and -(-total // tokens) * heads < 2 * threads:
         tokens = -(-tokens // 2)
     tile_seq, tile_at = _tiles(query_lens, tokens)
     fields = {

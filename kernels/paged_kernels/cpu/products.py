@@ -7,15 +7,13 @@ A panel is the weights of PANEL_OUTPUTS outputs, stored so that the products str
 
 Sums are float32 in registers whatever the inputs are. Without AVX512-BF16 a pair is widened to float32 by a shift and
 a mask. A row's sum goes along k in order, so its bits depend neither on the other rows nor on the thread count. Knows
-nothing of threads or models; `linear.py` calls it.
+nothing of threads or models; `linear.py` and `prefill.py` call it.
 """
 
 import math
 import zlib
 from pathlib import Path
 
-import llvmlite.binding
-import numba
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
@@ -34,61 +32,14 @@ _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _LANES = 16
 
 
-class _BFloat(ir.types._BaseFloatType):
-    """LLVM's bfloat, which llvmlite has no name for."""
-
-    null = "0.0"
-    intrinsic_name = "bf16"
-
-    def __str__(self):
-        return "bfloat"
-
-
-_BFloat._create_instance()
-
-
-def multiplies_bfloat16() -> bool:
-    """Whether the code numba makes may use AVX512-BF16."""
-    if numba.config.CPU_FEATURES is not None:
-        return "+avx512bf16" in numba.config.CPU_FEATURES
-    return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16", False))
-
-
-def _pair_products(emit, weights, activations, acc):
-    """acc + the dot products of 16 pairs of weights with one pair of activations; both <16 x i32>."""
-    builder, floats = emit.b, ir.VectorType(_F32, _LANES)
-    if multiplies_bfloat16():
-        pairs = ir.VectorType(_BFloat(), 2 * _LANES)
-        signature = ir.FunctionType(floats, [floats, pairs, pairs])
-        name = "llvm.x86.avx512bf16.dpbf16ps.512"
-        function = cgutils.get_or_insert_function(builder.module, signature, name)
-        return builder.call(function, [acc, builder.bitcast(activations, pairs), builder.bitcast(weights, pairs)])
-    shift, mask = emit.iconst(16, _LANES), emit.iconst(0xFFFF0000, _LANES)
-
-    def low(pair):
-        return builder.bitcast(builder.shl(pair, shift), floats)
-
-    def high(pair):
-        return builder.bitcast(builder.and_(pair, mask), floats)
-
-    return emit.fma(high(weights), high(activations), emit.fma(low(weights), low(activations), acc))
-
-
-def _splat_i32(emit, scalar):
-    vec = ir.VectorType(_I32, _LANES)
-    undefined = ir.Constant(vec, ir.Undefined)
-    one = emit.b.insert_element(undefined, scalar, ir.Constant(_I32, 0))
-    return emit.b.shuffle_vector(one, undefined, ir.Constant(vec, [0] * _LANES))
-
-
 @intrinsic(prefer_literal=True)
-def panel_product(typingctx, c, c_off, more, a, a_off, a_row, panel, panel_off, depth, rows):
+def panel_product(typingctx, c, c_off, c_row, more, a, a_off, a_row, panel, panel_off, depth, rows):
     """c[r, :] = sum over k of a[r, k] * panel[k, :], for `rows` rows (a literal of ROW_BLOCKS); added to what is in c
     if `more`.
 
-    c: float32, packed [rows, PANEL_OUTPUTS] at c_off. a: rows `a_row` elements apart. panel: one packed panel. Offsets
-    and strides count elements of their array: float32, or uint16 for bfloat16 bits; depth, even for the latter, counts
-    elements along k.
+    c: float32, rows of PANEL_OUTPUTS `c_row` elements apart at c_off. a: rows `a_row` elements apart. panel: one packed
+    panel. Offsets and strides count elements of their array: float32, or uint16 for bfloat16 bits; depth, even for the
+    latter, counts elements along k.
     """
     count = _literal(rows, "rows")
     half = a.dtype == types.uint16
@@ -98,12 +49,12 @@ def panel_product(typingctx, c, c_off, more, a, a_off, a_row, panel, panel_off, 
         out = emit.base(sig.args[0], args[0])
         element = _I32 if half else _F32
         step = 2 if half else 1
-        rows_at = builder.bitcast(builder.gep(emit.base(sig.args[3], args[3])[0], [args[4]]), element.as_pointer())
+        rows_at = builder.bitcast(builder.gep(emit.base(sig.args[4], args[4])[0], [args[5]]), element.as_pointer())
         weights = builder.bitcast(
-            builder.gep(emit.base(sig.args[6], args[6])[0], [args[7]]), ir.VectorType(element, _LANES).as_pointer()
+            builder.gep(emit.base(sig.args[7], args[7])[0], [args[8]]), ir.VectorType(element, _LANES).as_pointer()
         )
-        steps = builder.sdiv(args[8], emit.i64(step))
-        row_steps = builder.sdiv(args[5], emit.i64(step))
+        steps = builder.sdiv(args[9], emit.i64(step))
+        row_steps = builder.sdiv(args[6], emit.i64(step))
         starts = [builder.gep(rows_at, [builder.mul(row_steps, emit.i64(r))]) for r in range(count)]
 
         def body(k, acc):
@@ -111,24 +62,22 @@ def panel_product(typingctx, c, c_off, more, a, a_off, a_row, panel, panel_off, 
             pair = [builder.load(builder.gep(weights, [emit.at(at, i)]), align=4) for i in range(2)]
             new = []
             for r in range(count):
-                scalar = builder.load(builder.gep(starts[r], [k]), align=4)
+                scalar = emit.splat(builder.load(builder.gep(starts[r], [k]), align=4), _LANES)
                 for i in range(2):
-                    before = acc[2 * r + i]
-                    if half:
-                        new.append(_pair_products(emit, pair[i], _splat_i32(emit, scalar), before))
-                    else:
-                        new.append(emit.fma(emit.splat(scalar, _LANES), pair[i], before))
+                    multiply = emit.pair_products if half else emit.fma
+                    new.append(multiply(pair[i], scalar, acc[2 * r + i]))
             return new
 
-        zero, more = emit.const(0.0, _LANES), builder.icmp_signed("!=", args[2], emit.i64(0))
-        places = [emit.at(args[1], index * _LANES) for index in range(2 * count)]
+        zero, more = emit.const(0.0, _LANES), builder.icmp_signed("!=", args[3], emit.i64(0))
+        c_rows = [builder.add(args[1], builder.mul(args[2], emit.i64(r))) for r in range(count)]
+        places = [emit.at(c_rows[r], i * _LANES) for r in range(count) for i in range(2)]
         start = [builder.select(more, emit.load(out, place, _LANES), zero) for place in places]
         for place, vec in zip(places, emit.loop(steps, start, body), strict=True):
             emit.store(out, place, vec, _LANES)
         return context.get_dummy_value()
 
     n = types.int64
-    return types.void(c, n, n, a, n, n, panel, n, n, rows), codegen
+    return types.void(c, n, n, n, a, n, n, panel, n, n, rows), codegen
 
 
 @intrinsic(prefer_literal=True)
