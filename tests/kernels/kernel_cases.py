@@ -17,7 +17,8 @@ GRID = [
 TOLERANCE = {
     torch.float32: {"atol": 2e-5, "rtol": 2e-5},
     torch.float16: {"atol": 2e-3, "rtol": 2e-3},
-    torch.bfloat16: {"atol": 2e-3, "rtol": 1e-2},
+    # Weights are rounded to bfloat16 before they meet values of up to 4.
+    torch.bfloat16: {"atol": 6e-3, "rtol": 1e-2},
 }
 
 

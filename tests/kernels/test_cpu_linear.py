@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paged_kernels.cpu import linear, products
+from paged_kernels.cpu import linear, micro
 from paged_kernels.cpu.linear import LINEAR_ARGUMENTS, PackedLinear, build_linear
 from paged_kernels.cpu.runtime import element_type, launch
 
@@ -92,7 +92,7 @@ def test_bits_depend_on_the_row_alone(dtype):
 def test_without_bfloat16_instructions(monkeypatch):
     """The widening products, which other machines use, give the same up to rounding."""
     weight, a, _ = _case(50, 66, 11, torch.bfloat16)
-    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(micro, "multiplies_bfloat16", lambda: False)
     monkeypatch.setattr(linear, "multiplies_bfloat16", lambda: False)
     out = _run(PackedLinear(weight), a, torch.empty(11, 50), "store", build=build_linear.__wrapped__)
     torch.testing.assert_close(out.double(), a.double() @ weight.double().T, rtol=1e-5, atol=2e-4)

@@ -1,15 +1,17 @@
 """Attention of one query token per sequence over the paged cache (CPU, split over the context).
 
-Contract: the decode rows of `ops.paged_attention`. Every context is cut into chunks of SPLIT_TOKENS; a work
-item is (chunk, kv head) and handles the query heads that share the kv head, reading keys and values through
-the block table in place. Whoever finishes the last chunk of a (sequence, kv head) merges its chunks by their
-running maxima and sums (the split-KV scheme of Flash-Decoding). The cut does not depend on the batch or the
-thread count, so neither do the result's bits. A sliding window drops the chunks before it and shortens the first.
+Contract: the decode rows of `ops.paged_attention`. Every context is cut into chunks of SPLIT_TOKENS; a work item is
+(chunk, some kv heads) and handles the query heads that share them, reading keys and values through the block table in
+place: several heads, since those of a block lie side by side and long reads are faster. Whoever finishes the last chunk
+of a sequence's heads merges the chunks by their running maxima and sums (the split-KV scheme of Flash-Decoding). The
+cut does not depend on the batch or the thread count, so neither do the result's bits. A sliding window drops the chunks
+before it and shortens the first.
 """
 
 import math
 from functools import cache
 
+import numba
 import numpy as np
 import torch
 from numba import carray
@@ -19,15 +21,44 @@ from paged_kernels.cpu.primitives import fetch_add, pointer, prefetch
 from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel, element_type, launch, thread_count
 from paged_kernels.cpu.tiles import TILE_TAG, padded, tile_scores, tile_values
 
-SPLIT_TOKENS = 512
+SPLIT_TOKENS = 128
 _TILE = 64  # tokens per online-softmax step; a multiple of 16
+_ITEM_WIDTH = 512  # elements of a token's keys per item, about: reads of some KiB, and work for all threads
 _PARALLEL_PRODUCTS = 1 << 18  # multiply-adds per product; below this, waking threads costs more than the work
 DECODE_ARGUMENTS = Arguments(
     "query k_cache v_cache tables lens out chunk_seq chunk_at acc top norm alpha done",
-    "seqs chunks heads block_size window table_row query_token query_head out_token out_head "
+    "seqs chunks heads heads_per_item block_size window table_row query_token query_head out_token out_head "
     "k_block k_head k_token v_block v_head v_token",
     "scale",
 )
+
+
+@numba.njit
+def _range(args, lens, chunk_seq, chunk_at, chunk):
+    """(sequence, first token, end) of a chunk."""
+    seq = np.int64(chunk_seq[chunk])
+    length = np.int64(lens[seq])
+    begin = max(0, length - args.window)
+    cut = (begin // SPLIT_TOKENS + chunk - chunk_at[seq]) * SPLIT_TOKENS
+    return seq, max(begin, cut), min(length, cut + SPLIT_TOKENS)
+
+
+@numba.njit
+def _look_up(args, tables, k_at, v_at, to, seq, head, start, span):
+    """Where keys and values of `span` tokens from `start` lie, at k_at[to:] and v_at[to:], in whole sixteens."""
+    page = start // args.block_size
+    within = start - page * args.block_size
+    block = np.int64(0)
+    for i in range(span):
+        if i == 0 or within == args.block_size:
+            page += i > 0
+            within = within if i == 0 else 0
+            block = np.int64(tables[seq * args.table_row + page])
+        k_at[to + i] = block * args.k_block + head * args.k_head + within * args.k_token
+        v_at[to + i] = block * args.v_block + head * args.v_head + within * args.v_token
+        within += 1
+    for i in range(span, (span + 15) // 16 * 16):
+        k_at[to + i], v_at[to + i] = k_at[to + span - 1], v_at[to + span - 1]
 
 
 @cache
@@ -56,90 +87,92 @@ def build_decode(head_dim: int, group: int, element: type):
         alpha = carray(pointer(args.alpha), UNBOUNDED, np.float32)
         counter = carray(taken, 1)
         done = carray(pointer(args.done), UNBOUNDED, np.int64)
-        heads, block_size = args.heads, args.block_size
+        heads, together = args.heads, args.heads_per_item
+        blocks = (heads + together - 1) // together
         k_at = np.empty(2 * tile, dtype=np.int64)
         v_at = np.empty(2 * tile, dtype=np.int64)
-        scores = np.empty(rows * tile, dtype=np.float32)
-        weights = np.empty(rows * tile, dtype=element)
+        scores = np.empty(together * rows * tile, dtype=np.float32)
+        weights = np.empty(together * rows * tile, dtype=element)
         total = np.empty(dim, dtype=np.float32)
-        count = 0
-        while True:
-            item = fetch_add(counter, 0)
-            if item >= items:
-                return count
+        here, count = 0, 0
+        coming = fetch_add(counter, 0)
+        if coming < items:
+            seq, start, end = _range(args, lens, chunk_seq, chunk_at, coming // blocks)
+            _look_up(
+                args, tables, k_at, v_at, here, seq, coming % blocks * together, start, max(0, min(tile, end - start))
+            )
+        while coming < items:
+            item = coming
             count += 1
-            chunk = item // heads
-            head = item - chunk * heads
-            seq = np.int64(chunk_seq[chunk])
-            table = seq * args.table_row
+            chunk = item // blocks
+            head0 = (item - chunk * blocks) * together
+            many = min(together, heads - head0)
+            seq, start, end = _range(args, lens, chunk_seq, chunk_at, chunk)
             first, last = chunk_at[seq], chunk_at[seq + 1]
-            length = np.int64(lens[seq])
-            begin = max(0, length - args.window)
-            cut = (begin // SPLIT_TOKENS + chunk - first) * SPLIT_TOKENS
-            start, end = max(begin, cut), min(length, cut + SPLIT_TOKENS)
-            query = seq * args.query_token + head * rows * args.query_head
-            row0 = item * rows
-            for g in range(rows):
-                top[row0 + g] = -np.inf
-                norm[row0 + g] = 0.0
-            for i in range(row0 * width, (row0 + rows) * width):
+            query = seq * args.query_token + head0 * rows * args.query_head
+            row0 = (chunk * heads + head0) * rows
+            for row in range(row0, row0 + many * rows):
+                top[row] = -np.inf
+                norm[row] = 0.0
+            for i in range(row0 * width, (row0 + many * rows) * width):
                 acc[i] = 0.0
-            # Each round looks up where the next tile lies and asks for it, so that memory works while this one computes.
-            here = 0
-            for t0 in range(start - tile, end, tile):
-                ahead, coming = tile - here, min(tile, end - t0 - tile)
-                page = (t0 + tile) // block_size
-                within = t0 + tile - page * block_size
-                for i in range(coming):
-                    if within == block_size or i == 0:
-                        within -= 0 if i == 0 else block_size
-                        block = np.int64(tables[table + page])
-                        page += 1
-                    k_at[ahead + i] = block * args.k_block + head * args.k_head + within * args.k_token
-                    v_at[ahead + i] = block * args.v_block + head * args.v_head + within * args.v_token
-                    within += 1
-                for i in range(coming, -(-coming // 16) * 16):
-                    k_at[ahead + i], v_at[ahead + i] = k_at[ahead + coming - 1], v_at[ahead + coming - 1]
-                many = min(tile, end - t0)
-                for i in range(0, tile, 16):
-                    for j in range(ahead + i, ahead + min(i + 16, coming)):
-                        for line in range(0, dim, per_line):
-                            prefetch(kc, k_at[j] + line)
-                            prefetch(vc, v_at[j] + line)
-                    if t0 >= start and i < many:
-                        tile_scores(scores, i, tile, q, query, args.query_head, kc, k_at, here + i, rows, dim)
-                if t0 >= start:
-                    blocks = (many + 15) // 16
-                    for g in range(rows):
-                        for i in range(many, 16 * blocks):
-                            scores[g * tile + i] = -np.inf
-                        at = g * tile
-                        row_softmax(scores, at, blocks, args.scale, weights, at, top, norm, alpha, row0 + g)
-                        at = (row0 + g) * width
-                        load_row(acc, at, acc, at, alpha[row0 + g], width)
-                    many = (many + 1) // 2 * 2
-                    tile_values(acc, row0 * width, weights, 0, tile, vc, v_at, here, many, rows, dim)
+            for t0 in range(start, max(end, start + 1), tile):
+                # The next tile, of this item or the one to come, is looked up and asked for while this one is computed.
+                ahead, next_seq, next_head, next_at, next_end = tile - here, seq, head0, t0 + tile, end
+                if next_at >= end:
+                    coming = fetch_add(counter, 0)
+                    if coming < items:
+                        next_head = coming % blocks * together
+                        next_seq, next_at, next_end = _range(args, lens, chunk_seq, chunk_at, coming // blocks)
+                next_span = max(0, min(tile, next_end - next_at))
+                _look_up(args, tables, k_at, v_at, ahead, next_seq, next_head, next_at, next_span)
+                span = max(0, min(tile, end - t0))
+                whole = (span + 15) // 16 * 16
+                # Heads in the inner loops: those of a block lie one after the other.
+                for i in range(0, span, 16):
+                    for h in range(many):
+                        for t in range(ahead + i, ahead + min(next_span, i + 16)):
+                            for line in range(0, dim, per_line):
+                                prefetch(kc, k_at[t] + h * args.k_head + line)
+                        at, from_q = h * rows * tile + i, query + h * rows * args.query_head
+                        tile_scores(
+                            scores, at, tile, q, from_q, args.query_head, kc, h * args.k_head, k_at, here + i, rows, dim
+                        )
+                for row in range(many * rows):
+                    at = row * tile
+                    for i in range(at + span, at + whole):
+                        scores[i] = -np.inf
+                    row_softmax(scores, at, whole // 16, args.scale, weights, at, top, norm, alpha, row0 + row)
+                    to = (row0 + row) * width
+                    load_row(acc, to, acc, to, alpha[row0 + row], width)
+                for i in range(0, span, 16):
+                    part = (min(16, span - i) + 1) // 2 * 2
+                    for h in range(many):
+                        for t in range(ahead + i, ahead + min(next_span, i + 16)):
+                            for line in range(0, dim, per_line):
+                                prefetch(vc, v_at[t] + h * args.v_head + line)
+                        to, at = (row0 + h * rows) * width, h * rows * tile + i
+                        tile_values(acc, to, weights, at, tile, vc, h * args.v_head, v_at, here + i, part, rows, dim)
                 here = ahead
-            if fetch_add(done, seq * heads + head) + 1 < last - first:
+            if fetch_add(done, seq * blocks + item - chunk * blocks) + 1 < last - first:
                 continue
-            done[seq * heads + head] = 0  # for the next layer or step
-            for g in range(rows):
+            done[seq * blocks + item - chunk * blocks] = 0  # for the next layer or step
+            for row in range(head0 * rows, (head0 + many) * rows):
                 highest = np.float32(-np.inf)
                 for part in range(first, last):
-                    highest = max(highest, top[(part * heads + head) * rows + g])
+                    highest = max(highest, top[part * heads * rows + row])
                 denominator = np.float32(0.0)
                 for i in range(dim):
                     total[i] = 0.0
-                for part in range(first, last):
-                    row = (part * heads + head) * rows + g
-                    if norm[row] != 0.0:
-                        weight = np.float32(2.0) ** (top[row] - highest)
-                        denominator += norm[row] * weight
+                for part in range(first * heads * rows + row, last * heads * rows + row, heads * rows):
+                    if norm[part] != 0.0:
+                        weight = np.float32(2.0) ** (top[part] - highest)
+                        denominator += norm[part] * weight
                         for i in range(dim):
-                            total[i] += acc[row * width + i] * weight
+                            total[i] += acc[part * width + i] * weight
                 inverse = np.float32(0.0) if denominator == 0.0 else np.float32(1.0) / denominator
-                at = seq * args.out_token + (head * rows + g) * args.out_head
-                load_row(out, at, total, 0, inverse, dim)
+                load_row(out, seq * args.out_token + row * args.out_head, total, 0, inverse, dim)
+        return count
 
     return compile_kernel(decode, DECODE_ARGUMENTS)
 
@@ -178,13 +211,15 @@ def attention_fields(
 def plan_decode(lens: list[int], q_heads: int, heads: int, dim: int, window: int) -> tuple[dict, int]:
     """A step's own argument fields, scratch memory included, and its number of work items."""
     chunk_seq, chunk_at = _chunks(lens, window)
+    together = -(-heads // -(-heads * dim // _ITEM_WIDTH))
     rows = chunk_seq.size * q_heads
     top, norm, alpha = np.empty((3, rows), dtype=np.float32)
     fields = {
         "chunk_seq": chunk_seq, "chunk_at": chunk_at, "acc": np.empty(rows * padded(dim), dtype=np.float32),
         "top": top, "norm": norm, "alpha": alpha, "seqs": len(lens), "chunks": chunk_seq.size,
+        "heads_per_item": together,
     }  # fmt: skip
-    return fields, chunk_seq.size * heads
+    return fields, chunk_seq.size * -(-heads // together)
 
 
 def softmax_scale(scale: float) -> float:

@@ -111,8 +111,8 @@ def _offset(emit, array, index):
 
 
 @intrinsic(prefer_literal=True)
-def tile_scores(typingctx, s, s_off, s_row, q, q_off, q_row, k, k_at, at_off, rows, head_dim):
-    """s[s_off + r * s_row + t] = q[r] . k[t] for 16 tokens, k[t] at offset k_at[at_off + t], and `rows` rows of q.
+def tile_scores(typingctx, s, s_off, s_row, q, q_off, q_row, k, k_off, k_at, at_off, rows, head_dim):
+    """s[s_off + r * s_row + t] = q[r] . k[t] for 16 tokens and `rows` rows of q; k[t] at k_off + k_at[at_off + t].
 
     s: float32. q, k: float32 or bfloat16 bits; q's rows are q_row apart. head_dim even for bfloat16.
     """
@@ -120,8 +120,9 @@ def tile_scores(typingctx, s, s_off, s_row, q, q_off, q_row, k, k_at, at_off, ro
 
     def codegen(context, builder, sig, args):
         emit = _Emit(context, builder)
-        scores, query, key, at = (emit.base(sig.args[i], args[i]) for i in (0, 3, 6, 7))
-        offsets = [_offset(emit, at, emit.at(args[8], t)) for t in range(LANES)]
+        scores, query, key, at = (emit.base(sig.args[i], args[i]) for i in (0, 3, 6, 8))
+        key = (builder.gep(key[0], [args[7]]), key[1])
+        offsets = [_offset(emit, at, emit.at(args[9], t)) for t in range(LANES)]
         multiply = emit.pair_products if query[1] else emit.fma
         for r in range(count):
             row = _words(emit, query, builder.add(args[4], builder.mul(args[5], emit.i64(r))), dim)
@@ -138,12 +139,12 @@ def tile_scores(typingctx, s, s_off, s_row, q, q_off, q_row, k, k_at, at_off, ro
         return context.get_dummy_value()
 
     n = types.int64
-    return types.void(s, n, n, q, n, n, k, k_at, n, rows, head_dim), codegen
+    return types.void(s, n, n, q, n, n, k, n, k_at, n, rows, head_dim), codegen
 
 
 @intrinsic(prefer_literal=True)
-def tile_values(typingctx, acc, acc_off, p, p_off, p_row, v, v_at, at_off, tokens, rows, head_dim):
-    """acc[r, :] += sum over t of p[r, t] * v[t, :] for `tokens` tokens, v[t] at offset v_at[at_off + t].
+def tile_values(typingctx, acc, acc_off, p, p_off, p_row, v, v_off, v_at, at_off, tokens, rows, head_dim):
+    """acc[r, :] += sum over t of p[r, t] * v[t, :] for `tokens` tokens; v[t] at v_off + v_at[at_off + t].
 
     acc: float32, packed rows of `padded(head_dim)`. p, v: float32 or bfloat16 bits; p's rows are p_row apart. `tokens`
     even for bfloat16.
@@ -152,16 +153,17 @@ def tile_values(typingctx, acc, acc_off, p, p_off, p_row, v, v_at, at_off, token
 
     def codegen(context, builder, sig, args):
         emit = _Emit(context, builder)
-        out, weight, value, at = (emit.base(sig.args[i], args[i]) for i in (0, 2, 5, 6))
+        out, weight, value, at = (emit.base(sig.args[i], args[i]) for i in (0, 2, 5, 7))
+        value = (builder.gep(value[0], [args[6]]), value[1])
         step, element, multiply = (2, _I32, emit.pair_products) if value[1] else (1, _F32, emit.fma)
-        steps = builder.sdiv(args[8], emit.i64(step))
+        steps = builder.sdiv(args[9], emit.i64(step))
 
         def block(first_row, many, first_dim):
             p_at = [builder.add(args[3], builder.mul(args[4], emit.i64(first_row + i))) for i in range(many)]
             weights = [builder.bitcast(builder.gep(weight[0], [where]), element.as_pointer()) for where in p_at]
 
             def body(t, sums):
-                first = builder.add(args[7], builder.mul(t, emit.i64(step)))
+                first = builder.add(args[8], builder.mul(t, emit.i64(step)))
                 offsets = [_offset(emit, at, emit.at(first, i)) for i in range(step)]
                 vectors = _columns(emit, value, offsets, dim, first_dim, first_dim + _HELD_DIMS)
                 new = []
@@ -182,7 +184,7 @@ def tile_values(typingctx, acc, acc_off, p, p_off, p_row, v, v_at, at_off, token
         return context.get_dummy_value()
 
     n = types.int64
-    return types.void(acc, n, p, n, n, v, v_at, n, n, rows, head_dim), codegen
+    return types.void(acc, n, p, n, n, v, n, v_at, n, n, rows, head_dim), codegen
 
 
 def _transposed(emit, vectors):
