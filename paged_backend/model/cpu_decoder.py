@@ -27,6 +27,7 @@ from paged_kernels.cpu.decode import (
     softmax_scale,
 )
 from paged_kernels.cpu.linear import LINEAR_ARGUMENTS, PackedLinear, build_linear
+from paged_kernels.cpu.memory import Arena
 from paged_kernels.cpu.prefill import PREFILL_ARGUMENTS, build_prefill, plan_prefill
 from paged_kernels.cpu.rows import (
     EMBED_ARGUMENTS,
@@ -108,7 +109,8 @@ class CpuDecoder:
         self._frequencies = decoder.frequencies.numpy()
         self._buffers = _Buffers(self.config, decoder.dtype, max_tokens)
         self._embedding = decoder.embedding.data
-        self._head = PackedLinear(decoder.head.data)
+        self._arena = Arena()
+        self._head = PackedLinear(decoder.head.data, arena=self._arena)
         self._final_norm = decoder.final_norm.data.float()
         self._weights = 0
         self._panels: dict[str, int] = {}
@@ -221,7 +223,8 @@ class CpuDecoder:
             (self._gate_up, mlp, "gate_up", True),
             (self._down, mlp, "down", False),
         ):
-            packed = PackedLinear(getattr(owner, f"{name}_weight").data, getattr(owner, f"{name}_bias"), gated=gated)
+            weight, bias = getattr(owner, f"{name}_weight").data, getattr(owner, f"{name}_bias")
+            packed = PackedLinear(weight, bias, gated=gated, arena=self._arena)
             setattr(owner, f"{name}_weight", None)
             call.set_one(index, **packed.fields())
             self._panels[name] = packed.panels

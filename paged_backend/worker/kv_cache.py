@@ -20,6 +20,7 @@ import torch
 
 from paged_backend.config import EngineConfig, ModelShape, kv_block_bytes
 from paged_backend.errors import ConfigError
+from paged_kernels.cpu import memory
 
 DEFAULT_CPU_BYTES = 4 << 30
 DEFAULT_CPU_SHARE = 4
@@ -35,6 +36,8 @@ def allocate_kv_cache(
     """
     size = (shape.num_layers, 2, num_kv_blocks + 1, shape.num_kv_heads, block_size, shape.head_dim)
     try:
+        if device.type == "cpu":
+            return memory.empty(size, dtype)
         return torch.empty(size, dtype=dtype, device=device)
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(

@@ -20,6 +20,8 @@ from kernel_cases import (
     run,
 )
 
+from paged_kernels.cpu import decode, micro, prefill
+
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 SIZES = {"heads": 2, "group": 3, "dim": 64, "page": 16}
 
@@ -42,8 +44,25 @@ def test_long_contexts(dtype):
     check_attention(long_batch(16, 64, 3, dtype), "cpu")
 
 
-def test_unusual_sizes():
-    check_attention(mixed_batch(24, 20, 5, torch.float32), "cpu")
+@DTYPES
+def test_unusual_sizes(dtype):
+    check_attention(mixed_batch(24, 20, 5, dtype), "cpu")
+
+
+@DTYPES
+def test_heads_in_several_items(dtype):
+    batch = make_batch([300, 1, 129], [1, 1, 1], heads=7, group=1, dim=128, page=16, dtype=dtype)
+    batch["num_decodes"] = 3
+    check_attention(batch, "cpu")
+
+
+def test_without_bfloat16_instructions(monkeypatch):
+    """The widening products, which other machines use."""
+    for module in (micro, decode, prefill):
+        monkeypatch.setattr(module, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(decode, "build_decode", decode.build_decode.__wrapped__)
+    monkeypatch.setattr(prefill, "build_prefill", prefill.build_prefill.__wrapped__)
+    check_attention(mixed_batch(16, 80, 3, torch.bfloat16), "cpu")
 
 
 @DTYPES

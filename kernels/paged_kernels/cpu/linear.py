@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numba import carray
 
+from paged_kernels.cpu.memory import Arena
 from paged_kernels.cpu.micro import load_row, multiplies_bfloat16
 from paged_kernels.cpu.primitives import fetch_add, pointer
 from paged_kernels.cpu.products import PANEL_OUTPUTS, TAG, gate, panel_product
@@ -33,9 +34,12 @@ class PackedLinear:
         bias: [outputs] or None.
         gated: the first half of the outputs are gates, the second half what they gate; each panel then holds 16 of
             both, and `outputs` counts pairs.
+        arena: where the panels are kept; None: in memory of their own.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False, arena: Arena | None = None
+    ) -> None:
         self.outputs, self.depth = weight.shape
         self.gated = gated
         if gated:
@@ -49,7 +53,7 @@ class PackedLinear:
             bias = None if bias is None else torch.cat([bias, bias.new_zeros(missing)])
         step = 2 if weight.dtype == torch.bfloat16 else 1
         panels = weight.view(self.panels, PANEL_OUTPUTS, self.depth // step, step)
-        self.weight = panels.transpose(1, 2).contiguous()
+        self.weight = (arena or Arena()).copy(panels.transpose(1, 2))
         self.bias = None if bias is None else bias.float()
 
     @property

@@ -133,6 +133,10 @@ class _Emit:
         ptr = self.b.bitcast(self.b.gep(data, [offset]), ir.VectorType(elem, width).as_pointer())
         self.b.store(vec, ptr, align=2 if is_bf16 else 4)
 
+    def prefetch(self, place):
+        """See `primitives.prefetch`."""
+        primitives.emit_prefetch(self.b, place)
+
     def splat(self, scalar, width):
         vec = ir.VectorType(scalar.type, width)
         one = self.b.insert_element(ir.Constant(vec, ir.Undefined), scalar, ir.Constant(_I32, 0))

@@ -121,10 +121,15 @@ def prefetch(typingctx, array, offset):
 
     def codegen(context, builder, sig, args):
         data = context.make_array(sig.args[0])(context, builder, value=args[0]).data
-        ptr = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
-        fnty = ir.FunctionType(ir.VoidType(), [ptr.type, _I32, _I32, _I32])
-        fn = cgutils.get_or_insert_function(builder.module, fnty, "llvm.prefetch.p0")
-        builder.call(fn, [ptr] + [ir.Constant(_I32, v) for v in (0, 2, 1)])
+        emit_prefetch(builder, builder.gep(data, [args[1]]))
         return context.get_dummy_value()
 
     return types.void(array, types.int64), codegen
+
+
+def emit_prefetch(builder, place):
+    """The code of `prefetch`, for a pointer."""
+    ptr = builder.bitcast(place, ir.IntType(8).as_pointer())
+    fnty = ir.FunctionType(ir.VoidType(), [ptr.type, _I32, _I32, _I32])
+    fn = cgutils.get_or_insert_function(builder.module, fnty, "llvm.prefetch.p0")
+    builder.call(fn, [ptr] + [ir.Constant(_I32, v) for v in (0, 2, 1)])

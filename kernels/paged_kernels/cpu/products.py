@@ -30,6 +30,7 @@ TAG = zlib.crc32(Path(__file__).read_bytes(), BUILD_TAG)
 
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _LANES = 16
+_AHEAD = 64  # vectors of weights between the one used and the one asked for: 4 KiB
 
 
 @intrinsic(prefer_literal=True)
@@ -60,6 +61,8 @@ def panel_product(typingctx, c, c_off, c_row, more, a, a_off, a_row, panel, pane
         def body(k, acc):
             at = builder.mul(k, emit.i64(2))
             pair = [builder.load(builder.gep(weights, [emit.at(at, i)]), align=4) for i in range(2)]
+            for i in range(2):
+                emit.prefetch(builder.gep(weights, [emit.at(at, _AHEAD + i)]))
             new = []
             for r in range(count):
                 scalar = emit.splat(builder.load(builder.gep(starts[r], [k]), align=4), _LANES)
