@@ -1,10 +1,11 @@
 """`CpuDecoder`: the same decoder for CPUs, as one program of native kernels that all threads run through together.
 
-    embed | norm  qkv  split+KV write  decode  prefill  o+residual  norm  gate-up  down+residual | ...
+    embed | norm  qkv  split+KV write  decode  prefill  o+residual  norm  gate-up  down+residual | ... | norm  head
 
 The kernels, their argument records and the buffers between them are fixed when the model is loaded; a step sets the
 counts and the addresses of its own arrays and runs everything in one call. So at one token a step, where reading the
-weights is nearly all there is to do, no time goes to launching two hundred operations from Python.
+weights is nearly all there is to do, no time goes to launching two hundred operations from Python. Steps of single
+tokens run the head in the same call; others have few rows that need it, which the caller picks.
 
 Activations between products are float32, the residual stream too; rows enter products in the weights' own type.
 """
@@ -125,15 +126,21 @@ class CpuDecoder:
         self._weights = 0
         self._panels: dict[str, int] = {}
         self._cache: torch.Tensor | None = None
-        self._hidden = self._buffers.residual
-        self._logit_rows = torch.empty(0, self.config.vocab_size)
+        # What the last step returned, and what `compute_logits` did; both are used again by steps of that size.
+        self._hidden, self._num_tokens = self._buffers.residual, max_tokens
+        self._logits, self._num_logits = torch.empty(0, self.config.vocab_size), 0
+        # The hidden states whose logits have been computed already.
+        self._logits_of: torch.Tensor | None = None
         # Of the last step: the block tables, and between which chunks the decoding sequences lay.
         self._tables: torch.Tensor | None = None
         self._cuts: list[tuple[int, int]] = []
         self._done = np.zeros(max_tokens * self.config.num_kv_heads, dtype=np.int64)
         self._make_calls(list(decoder.layers))
         self._program = Program(self._ordered_calls())
-        self._make_head()
+        for call, name in ((self._qkv, "qkv"), (self._output, "o"), (self._gate_up, "gate_up"), (self._down, "down")):
+            call.set_items(self._program, self._panels[name])
+        head = (self._last_norm, self._last_linear)
+        self._head_program = Program([(call.kernel, call.address(0)) for call in head])
 
     @staticmethod
     def supports(config: ModelConfig) -> bool:
@@ -178,23 +185,27 @@ class CpuDecoder:
             call.set(rows=tokens)
         self._plan_decode(metadata)
         self._plan_prefill(metadata, threads)
+        if tokens != self._num_tokens:
+            self._hidden, self._num_tokens = self._buffers.residual[:tokens], tokens
+        has_head = metadata.num_decodes == tokens
+        if has_head:
+            self._set_head(self._hidden, tokens)
+        self._last_norm.set_items(self._program, tokens if has_head else 0)
+        self._last_linear.set_items(self._program, self._head.panels if has_head else 0)
+        self._logits_of = self._hidden if has_head else None
         self._program.run(threads)
-        if len(self._hidden) != tokens:
-            self._hidden = self._buffers.residual[:tokens]
         return self._hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Decoder.compute_logits`; the result is valid until the next call."""
+        if hidden is self._logits_of:
+            return self._logits
         count = len(hidden)
-        if len(self._logit_rows) != count:
-            self._logit_rows = torch.empty(count, self.config.vocab_size)
-            normed = torch.empty(count, self.config.hidden_size, dtype=self._dtype)
-            self._last_norm.set(out=normed, rows=count)
-            self._logits.set(a=normed, out=self._logit_rows, rows=count)
-            self._last_norm.set_items(self._head_program, count)
-        self._last_norm.set(x=hidden.contiguous())
+        self._set_head(hidden.contiguous(), count)
+        self._head_program.items[:] = count, self._head.panels
+        self._logits_of = None
         self._head_program.run(self._threads(count))
-        return self._logit_rows
+        return self._logits
 
     # --- making the program ---
 
@@ -227,6 +238,11 @@ class CpuDecoder:
         self._output = self._linear("add", count, a=buffers.attended, a_row=size, **residual)
         self._gate_up = self._linear("gated", count, a=buffers.normed, a_row=hidden, out=buffers.inner, out_row=inner)
         self._down = self._linear("add", count, a=buffers.inner, a_row=inner, **residual)
+        self._last_norm = _Call(
+            build_norm(element), NORM_ARGUMENTS, 1,
+            weight=self._final_norm, size=hidden, rows_per_item=1, eps=config.rms_norm_eps,
+        )  # fmt: skip
+        self._last_linear = self._linear("store", 1, **self._head.fields(), a_row=hidden, out_row=config.vocab_size)
         for index, layer in enumerate(layers):
             self._take_weights(index, layer)
 
@@ -262,29 +278,21 @@ class CpuDecoder:
                 (self._prefill, layer), (self._output, layer), (self._norm, 2 * layer + 1), (self._gate_up, layer),
                 (self._down, layer),
             ]  # fmt: skip
+        order += [(self._last_norm, 0), (self._last_linear, 0)]
         for place, (call, index) in enumerate(order):
             call.places[index] = place
         return [(call.kernel, call.address(index)) for call, index in order]
 
-    def _make_head(self) -> None:
-        panels = self._panels
-        for call, name in (
-            (self._qkv, "qkv"), (self._output, "o"), (self._gate_up, "gate_up"), (self._down, "down")
-        ):  # fmt: skip
-            self._program.items[call.places] = panels[name]
-        size = self.config.hidden_size
-        self._last_norm = _Call(
-            build_norm(self._element), NORM_ARGUMENTS, 1,
-            weight=self._final_norm, size=size, rows_per_item=1, eps=self.config.rms_norm_eps,
-        )  # fmt: skip
-        head = self._head
-        self._logits = self._linear("store", 1, **head.fields(), a_row=size, out_row=self.config.vocab_size)
-        calls = (self._last_norm, self._logits)
-        self._head_program = Program([(call.kernel, call.address(0)) for call in calls])
-        self._last_norm.places[0] = 0
-        self._head_program.items[1] = head.panels
-
     # --- parts of a step ---
+
+    def _set_head(self, hidden: torch.Tensor, count: int) -> None:
+        """Point the head at hidden states, and at new logits if there are not as many as the last time."""
+        if count != self._num_logits:
+            self._logits, self._num_logits = torch.empty(count, self.config.vocab_size), count
+            normed = torch.empty(count, self.config.hidden_size, dtype=self._dtype)
+            self._last_norm.set(out=normed, rows=count)
+            self._last_linear.set(a=normed, out=self._logits, rows=count)
+        self._last_norm.set(x=hidden)
 
     def _threads(self, tokens: int) -> int:
         products = tokens * self.config.hidden_size * self.config.intermediate_size

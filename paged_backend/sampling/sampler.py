@@ -72,7 +72,8 @@ class SamplingBatch:
 def sample_greedily(logits: torch.Tensor) -> np.ndarray:
     """The most likely token of each row; see `sample`."""
     best, tokens = _most_likely(logits)
-    return _checked(best, tokens)
+    _check_finite(best)
+    return tokens if isinstance(tokens, np.ndarray) else tokens.cpu().numpy()
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> np.ndarray:
@@ -88,7 +89,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> np.ndarray:
     Raises:
         PagedBackendError: a row holds NaN or infinity where its maximum should be: the model's output is broken.
     """
-    best, tokens = _most_likely(logits)
+    best, tokens = map(torch.as_tensor, _most_likely(logits))
     drawn = np.flatnonzero(~batch.greedy)
     if logits.device.type == "cpu":
         drawn = _draw_natively(logits, best, tokens, drawn, batch)
@@ -97,7 +98,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> np.ndarray:
         shifted = torch.sub(_rows_between(logits, rows, index), take_rows(best, index)[:, None])
         tokens[index] = _draw(shifted, batch.select(rows))
     # Checked last so that a GPU is waited for once.
-    return _checked(best, tokens)
+    _check_finite(best)
+    return tokens.cpu().numpy()
 
 
 def warm_up() -> None:
@@ -116,22 +118,21 @@ def warm_up() -> None:
     )
 
 
-def _most_likely(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Maximum and its (first) index of each row; NaN counts as the maximum."""
-    if logits.device.type != "cpu":
+def _most_likely(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | tuple[np.ndarray, np.ndarray]:
+    """Maximum and its (first) index of each row, arrays on a CPU; NaN counts as the maximum."""
+    if not logits.is_cpu:
         return logits.max(dim=-1)
     # numpy searches with SIMD instructions, torch's CPU kernel with a loop some ten times slower.
     values = logits.numpy()
     tokens = values.argmax(axis=-1)
-    return torch.from_numpy(values[np.arange(len(values)), tokens]), torch.from_numpy(tokens)
+    return values[np.arange(len(values)), tokens], tokens
 
 
-def _checked(best: torch.Tensor, tokens: torch.Tensor) -> np.ndarray:
-    """The tokens, unless a row's largest logit is not finite; NaN reaches it from anywhere in its row."""
+def _check_finite(best: torch.Tensor | np.ndarray) -> None:
+    """Refuse rows whose largest logit is not finite; NaN reaches it from anywhere in its row."""
     broken = [row for row, score in enumerate(best.tolist()) if not math.isfinite(score)]
     if broken:
         raise PagedBackendError(f"the model produced logits that are not finite (rows {broken} of the step)")
-    return tokens.cpu().numpy()
 
 
 def take_rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -186,7 +186,7 @@ class InputBatch:
     def append_tokens(self, rows: np.ndarray, tokens: np.ndarray) -> None:
         """Append one sampled token to each of `rows` (distinct)."""
         ends = self.num_tokens[rows]
-        self._reserve_tokens(int(ends.max()) + 1)
+        self._reserve_tokens(max(ends.tolist()) + 1)
         self.token_ids[rows, ends] = tokens
         self.num_tokens[rows] = ends + 1
 

@@ -13,6 +13,7 @@ Knows tensors and rows; not where blocks come from, nor what a request is.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 
 from paged_backend.errors import PagedBackendError
 from paged_backend.model.attention import AttentionMetadata
-from paged_backend.model.cpu_decoder import Model
+from paged_backend.model.cpu_decoder import CpuDecoder, Model
 from paged_backend.sched.output import ScheduledSequence, SchedulerOutput, TokenLogprobs, WorkerOutput
 from paged_backend.worker.block_copy import HostPool, copy_blocks
 from paged_backend.worker.decode_graphs import DecodeGraphs
@@ -85,6 +86,8 @@ class ModelRunner:
         self._block_size = kv_cache.shape[4]
         self._input = InputBatch(max_num_seqs)
         self._tables = _BatchTables(self._device)
+        # Native kernels record no gradients, and entering the mode costs as much as a tenth of a step's other Python.
+        self._mode = contextlib.nullcontext if isinstance(model, CpuDecoder) else torch.inference_mode
         self._host_pool = HostPool(kv_cache, num_host_blocks)
         self._graphs: DecodeGraphs | None = None
         if self._device.type == "cuda" and not enforce_eager:
@@ -96,13 +99,16 @@ class ModelRunner:
                 backend=backend,
             )
 
-    @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> WorkerOutput:
         """Apply the plan's differences, compute its tokens, sample where it says so.
 
         Raises:
             PagedBackendError: the plan contradicts the rows, or the model's output is broken.
         """
+        with self._mode():
+            return self._execute(plan)
+
+    def _execute(self, plan: SchedulerOutput) -> WorkerOutput:
         self._apply(plan)
         if not plan.scheduled:
             return WorkerOutput([], [])
