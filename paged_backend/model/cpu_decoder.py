@@ -131,7 +131,8 @@ class CpuDecoder:
         self._logits, self._num_logits = torch.empty(0, self.config.vocab_size), 0
         # The hidden states whose logits have been computed already.
         self._logits_of: torch.Tensor | None = None
-        # Of the last step: the block tables, and between which chunks the decoding sequences lay.
+        # Of the last step: what it was given, the block tables, and between which chunks the decoding sequences lay.
+        self._inputs: tuple = ()
         self._tables: torch.Tensor | None = None
         self._cuts: list[tuple[int, int]] = []
         self._done = np.zeros(max_tokens * self.config.num_kv_heads, dtype=np.int64)
@@ -167,10 +168,10 @@ class CpuDecoder:
         self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """See `Decoder.forward`; the result is float32 and valid until the next call."""
-        tokens = len(input_ids)
         if kv_cache is not self._cache:
             self._use_cache(kv_cache)
         angles = positions.numpy().astype(np.float32)[:, None] * self._frequencies
+        tokens = len(angles)
         np.cos(angles, out=self._buffers.cos[:tokens])
         np.sin(angles, out=self._buffers.sin[:tokens])
         threads = self._threads(tokens)
@@ -183,16 +184,18 @@ class CpuDecoder:
             call.set_items(self._program, rows)
         for call in (self._qkv, self._output, self._gate_up, self._down):
             call.set(rows=tokens)
-        self._plan_decode(metadata)
-        self._plan_prefill(metadata, threads)
         if tokens != self._num_tokens:
             self._hidden, self._num_tokens = self._buffers.residual[:tokens], tokens
-        has_head = metadata.num_decodes == tokens
-        if has_head:
+        are_single = metadata.num_decodes == tokens
+        self._plan_decode(metadata)
+        self._prefill.set_items(self._program, 0 if are_single else self._plan_prefill(metadata, threads))
+        if are_single:
             self._set_head(self._hidden, tokens)
-        self._last_norm.set_items(self._program, tokens if has_head else 0)
-        self._last_linear.set_items(self._program, self._head.panels if has_head else 0)
-        self._logits_of = self._hidden if has_head else None
+        self._last_norm.set_items(self._program, tokens if are_single else 0)
+        self._last_linear.set_items(self._program, self._head.panels if are_single else 0)
+        self._logits_of = self._hidden if are_single else None
+        # Let go of at the next step: right after this one the code that frees tensors is not in the caches.
+        self._inputs = positions, metadata
         self._program.run(threads)
         return self._hidden
 
@@ -314,7 +317,7 @@ class CpuDecoder:
                 call.set_one(layer, **where)
 
     def _plan_decode(self, metadata: AttentionMetadata) -> None:
-        """Set the fields of attention for the sequences with one token."""
+        """Set the fields and work items of attention for the sequences with one token."""
         config, count = self.config, metadata.num_decodes
         window = config.sliding_window or UNBOUNDED
         lens = metadata.seq_lens.numpy()[:count].tolist()
@@ -332,16 +335,15 @@ class CpuDecoder:
                 self._decode.set(**fields)
             self._decode.set_items(self._program, items)
 
-    def _plan_prefill(self, metadata: AttentionMetadata, threads: int) -> None:
-        """Set the fields of attention for the sequences with several tokens."""
-        config, first, items = self.config, metadata.num_decodes, 0
-        if first < len(metadata.seq_lens):
-            starts = metadata.query_start_loc[first:]
-            group = config.num_heads // config.num_kv_heads
-            fields, items = plan_prefill(np.diff(starts.numpy()), config.num_kv_heads, group, threads)
-            fields |= self._attention_fields(metadata.block_tables[first:], metadata.seq_lens[first:])
-            self._prefill.set(**fields, starts=starts)
-        self._prefill.set_items(self._program, items)
+    def _plan_prefill(self, metadata: AttentionMetadata, threads: int) -> int:
+        """Set the fields of attention for the sequences with several tokens; returns the number of work items."""
+        config, first = self.config, metadata.num_decodes
+        starts = metadata.query_start_loc[first:]
+        group = config.num_heads // config.num_kv_heads
+        fields, items = plan_prefill(np.diff(starts.numpy()), config.num_kv_heads, group, threads)
+        fields |= self._attention_fields(metadata.block_tables[first:], metadata.seq_lens[first:])
+        self._prefill.set(**fields, starts=starts)
+        return items
 
     def _attention_fields(self, block_tables: torch.Tensor, seq_lens: torch.Tensor) -> dict:
         """The fields of attention that do not differ between layers."""

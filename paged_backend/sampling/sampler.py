@@ -71,9 +71,14 @@ class SamplingBatch:
 
 def sample_greedily(logits: torch.Tensor) -> np.ndarray:
     """The most likely token of each row; see `sample`."""
-    best, tokens = _most_likely(logits)
-    _check_finite(best)
-    return tokens if isinstance(tokens, np.ndarray) else tokens.cpu().numpy()
+    if not logits.is_cpu:
+        best, tokens = logits.max(dim=-1)
+        _check_finite(best.tolist())
+        return tokens.cpu().numpy()
+    values = logits.numpy()
+    places = values.argmax(axis=-1)
+    _check_finite([values.item(row, token) for row, token in enumerate(places.tolist())])
+    return places
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> np.ndarray:
@@ -89,7 +94,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> np.ndarray:
     Raises:
         PagedBackendError: a row holds NaN or infinity where its maximum should be: the model's output is broken.
     """
-    best, tokens = map(torch.as_tensor, _most_likely(logits))
+    best, tokens = _most_likely(logits)
     drawn = np.flatnonzero(~batch.greedy)
     if logits.device.type == "cpu":
         drawn = _draw_natively(logits, best, tokens, drawn, batch)
@@ -98,7 +103,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> np.ndarray:
         shifted = torch.sub(_rows_between(logits, rows, index), take_rows(best, index)[:, None])
         tokens[index] = _draw(shifted, batch.select(rows))
     # Checked last so that a GPU is waited for once.
-    _check_finite(best)
+    _check_finite(best.tolist())
     return tokens.cpu().numpy()
 
 
@@ -118,19 +123,18 @@ def warm_up() -> None:
     )
 
 
-def _most_likely(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | tuple[np.ndarray, np.ndarray]:
-    """Maximum and its (first) index of each row, arrays on a CPU; NaN counts as the maximum."""
-    if not logits.is_cpu:
+def _most_likely(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Maximum and its (first) index of each row; NaN counts as the maximum."""
+    if logits.device.type != "cpu":
         return logits.max(dim=-1)
     # numpy searches with SIMD instructions, torch's CPU kernel with a loop some ten times slower.
-    values = logits.numpy()
-    tokens = values.argmax(axis=-1)
-    return values[np.arange(len(values)), tokens], tokens
+    tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))
+    return logits.gather(-1, tokens[:, None])[:, 0], tokens
 
 
-def _check_finite(best: torch.Tensor | np.ndarray) -> None:
+def _check_finite(best: list[float]) -> None:
     """Refuse rows whose largest logit is not finite; NaN reaches it from anywhere in its row."""
-    broken = [row for row, score in enumerate(best.tolist()) if not math.isfinite(score)]
+    broken = [row for row, score in enumerate(best) if not math.isfinite(score)]
     if broken:
         raise PagedBackendError(f"the model produced logits that are not finite (rows {broken} of the step)")
 

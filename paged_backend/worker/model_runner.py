@@ -82,7 +82,7 @@ class ModelRunner:
         self._model = model
         self._kv_cache = kv_cache
         self._backend = backend
-        self._device = kv_cache.device
+        self._device, self._is_cpu = kv_cache.device, kv_cache.is_cpu
         self._block_size = kv_cache.shape[4]
         self._input = InputBatch(max_num_seqs)
         self._tables = _BatchTables(self._device)
@@ -198,7 +198,7 @@ class ModelRunner:
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)
-        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
+        return tensor if self._is_cpu else tensor.to(self._device, non_blocking=True)
 
 
 def build_batch(scheduled: list[ScheduledSequence], state: InputBatch, block_size: int) -> RaggedBatch:
