@@ -64,10 +64,10 @@ class Model(Protocol):
     def __call__(
         self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """See `Decoder.forward`."""
+        """See `Decoder.forward`; the result is valid until the next call."""
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `Decoder.compute_logits`."""
+        """See `Decoder.compute_logits`; the result is valid until the next call of either."""
 
 
 class _Call:
@@ -200,7 +200,7 @@ class CpuDecoder:
         return self._hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `Decoder.compute_logits`; the result is valid until the next call."""
+        """See `Decoder.compute_logits`; the result is valid until the next call of this or of the decoder."""
         if hidden is self._logits_of:
             return self._logits
         count = len(hidden)
