@@ -84,11 +84,10 @@ def measure(model: CpuDecoder, sequences: int, context: int, rounds: int) -> Non
     head = seconds(lambda: model.compute_logits(hidden), rounds)
     kv = 2 * sequences * context * shape.num_kv_heads * shape.head_dim * shape.num_layers * model.dtype.itemsize
     read = model.num_bytes - shape.vocab_size * model.config.hidden_size * model.dtype.itemsize + kv
-    total = step + head
-    print(f"\n{sequences} sequences of {context} tokens: {1e3 * total:.2f} ms a step, layers and head; ", end="")
-    print(f"reads {read / 2**20:.0f} MiB of weights and KV, {read / total / 1e9:.1f} GB/s")
+    print(f"\n{sequences} sequences of {context} tokens: {1e3 * step:.2f} ms a step, layers and head; ", end="")
+    print(f"reads {read / 2**20:.0f} MiB of weights and KV, {read / step / 1e9:.1f} GB/s")
     for name, spent in {**time_calls(model, rounds), "head": head}.items():
-        print(f"  {name:8s} {1e3 * spent:8.3f} ms  {100 * spent / total:5.1f} %")
+        print(f"  {name:8s} {1e3 * spent:8.3f} ms  {100 * spent / step:5.1f} %")
 
 
 def main() -> None:

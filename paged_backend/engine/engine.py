@@ -211,7 +211,8 @@ class Engine:
             self._count_tokens(sequence)
             delta = self._outputs.append(sequence, token_id, result.logprobs.get(seq_id))
             deltas.append(delta)
-            self._let_go(sequence, delta)
+            if sequence.finish is not None:
+                self._let_go(sequence, delta)
         for seq_id in result.stuck:
             sequence = self._sequences.get(seq_id)
             if sequence is None or sequence.finish is not None:
@@ -223,10 +224,10 @@ class Engine:
         return deltas
 
     def _let_go(self, sequence: Sequence, delta: SequenceDelta) -> None:
-        """Free what a sequence holds if it has ended, and its request with the last one."""
+        """Free what a sequence that has ended holds, and its request with the last one."""
         if delta.request_finished:
             self._retire(sequence.request)
-        elif sequence.finish is not None:
+        else:
             self.scheduler.finish_sequence(sequence)
 
     def _count_planned(self, plan: SchedulerOutput) -> None:

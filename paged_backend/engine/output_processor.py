@@ -80,7 +80,10 @@ class OutputProcessor:
         sequence.append(token_id)
         if request.first_token_time is None:
             request.first_token_time = time.monotonic()
-        sequence.finish = self._finish_by_token(sequence, token_id) or self._finish_by_form(sequence, token_id)
+        if self._ends_output(token_id, request):
+            sequence.finish = FinishReason("stop", None if self._is_eos(token_id, request) else token_id)
+        elif self._states:
+            sequence.finish = self._finish_by_form(sequence, token_id)
         if sequence.finish is None and sequence.num_tokens >= request.max_total_tokens:
             sequence.finish = FinishReason("length")
         text_state = self._texts.get(sequence.seq_id)
@@ -131,11 +134,6 @@ class OutputProcessor:
                 )
             )
         return deltas
-
-    def _finish_by_token(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        if not self._ends_output(token_id, sequence.request):
-            return None
-        return FinishReason("stop", None if self._is_eos(token_id, sequence.request) else token_id)
 
     def _finish_by_form(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         """An output ends when its form is complete; no end-of-sequence token is waited for."""

@@ -30,7 +30,8 @@ class Logprob(NamedTuple):
     decoded_token: str | None
 
 
-@dataclass(slots=True, frozen=True)
+# Not frozen: a step makes one for each sequence, and a frozen one costs three times as much.
+@dataclass(slots=True)
 class SequenceDelta:
     """What one step added to one sequence.
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from paged_backend.sched.output import SchedulerOutput, WorkerOutput
 
@@ -26,24 +27,22 @@ class StepPipeline:
         self.depth = depth
         self._execute = execute
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="paged-worker") if depth > 1 else None
-        self._under_way: deque[Future[WorkerOutput]] = deque()
+        self._under_way: deque[Callable[[], WorkerOutput]] = deque()
 
     def __len__(self) -> int:
         """Steps submitted whose results have not been taken."""
         return len(self._under_way)
 
     def submit(self, plan: SchedulerOutput) -> None:
-        """Start a step; without a thread, compute it."""
+        """Start a step; without a thread, it is computed when its results are taken."""
         if self._thread is not None:
-            self._under_way.append(self._thread.submit(self._execute, plan))
-            return
-        done: Future[WorkerOutput] = Future()
-        done.set_result(self._execute(plan))
-        self._under_way.append(done)
+            self._under_way.append(self._thread.submit(self._execute, plan).result)
+        else:
+            self._under_way.append(partial(self._execute, plan))
 
     def take(self) -> WorkerOutput:
         """Wait for the oldest step's results; an error of the worker is raised here at the latest."""
-        return self._under_way.popleft().result()
+        return self._under_way.popleft()()
 
     def close(self) -> None:
         """Let what is under way end, and forget it."""

@@ -96,11 +96,12 @@ class BlockManager:
 
     def _blocks_needed(self, writes: Sequence[Write]) -> int:
         needed = 0
-        writers: Counter[int] = Counter()
+        writers: dict[int, int] = {}
         for write in writes:
             table = self._tables.get(write.seq_id, ())
             needed += max(0, self.blocks_for(write.end) - len(table))
-            writers.update(table[write.start // self.block_size :])
+            for block_id in table[write.start // self.block_size :]:
+                writers[block_id] = writers.get(block_id, 0) + 1
         for block_id, count in writers.items():
             # Of those that alone hold a block, the last one to write may keep it.
             keeps = not self.pool.is_hashed(block_id) and self.pool.ref_count(block_id) == count

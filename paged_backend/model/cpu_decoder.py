@@ -1,10 +1,11 @@
 """`CpuDecoder`: the same decoder for CPUs, as one program of native kernels that all threads run through together.
 
-    embed | norm  qkv  split+KV write  decode  prefill  o+residual  norm  gate-up  down+residual | ...
+    embed | norm  qkv  split+KV write  decode  prefill  o+residual  norm  gate-up  down+residual | ... | norm  head
 
 The kernels, their argument records and the buffers between them are fixed when the model is loaded; a step sets the
 counts and the addresses of its own arrays and runs everything in one call. So at one token a step, where reading the
-weights is nearly all there is to do, no time goes to launching two hundred operations from Python.
+weights is nearly all there is to do, no time goes to launching two hundred operations from Python. Steps of single
+tokens run the head in the same call; others have few rows that need it, which the caller picks.
 
 Activations between products are float32, the residual stream too; rows enter products in the weights' own type.
 """
@@ -21,6 +22,7 @@ from paged_backend.model.config import ModelConfig
 from paged_backend.model.decoder import Decoder, DecoderLayer
 from paged_kernels.cpu.decode import (
     DECODE_ARGUMENTS,
+    SPLIT_TOKENS,
     attention_fields,
     build_decode,
     plan_decode,
@@ -63,10 +65,10 @@ class Model(Protocol):
     def __call__(
         self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """See `Decoder.forward`."""
+        """See `Decoder.forward`; the result is valid until the next call."""
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `Decoder.compute_logits`."""
+        """See `Decoder.compute_logits`; the result is valid until the next call of either."""
 
 
 class _Call:
@@ -77,16 +79,27 @@ class _Call:
         self.places = np.empty(count, dtype=np.int64)
         self._arguments = arguments
         self._records = arguments.records(count, **fields)
-        # Addresses in the records keep nothing alive.
+        # What is behind addresses in the records lives as long as they are there.
         self._kept: list[Any] = [fields]
+        self._held: dict[str, Any] = {}
+        self._items = -1
 
     def address(self, index: int) -> int:
         """Of one record."""
         return self._records.ctypes.data + index * self._records.itemsize
 
     def set(self, **fields: Any) -> None:
-        """Set fields in all records."""
-        self._arguments.fill(self._records, **fields)
+        """Set fields in all records; those that are as they were cost next to nothing."""
+        for name, value in fields.items():
+            held = self._held.get(name)
+            if value is not held and (type(value) is not int or value != held):
+                self._arguments.fill(self._records, **{name: value})
+                self._held[name] = value
+
+    def set_items(self, program: Program, items: int) -> None:
+        """Set the work items of all calls."""
+        if items != self._items:
+            self._items = program.items[self.places] = items
 
     def set_one(self, index: int, **fields: Any) -> None:
         """Set fields in one record, for good."""
@@ -115,11 +128,22 @@ class CpuDecoder:
         self._weights = 0
         self._panels: dict[str, int] = {}
         self._cache: torch.Tensor | None = None
-        self._step: tuple = ()
+        # What the last step returned, and what `compute_logits` did; both are used again by steps of that size.
+        self._hidden, self._num_tokens = self._buffers.residual, max_tokens
+        self._logits, self._num_logits = torch.empty(0, self.config.vocab_size), 0
+        # The hidden states whose logits have been computed already.
+        self._logits_of: torch.Tensor | None = None
+        # Of the last step: what it was given, the block tables, and between which chunks the decoding sequences lay.
+        self._inputs: tuple = ()
+        self._tables: torch.Tensor | None = None
+        self._cuts: list[tuple[int, int]] = []
         self._done = np.zeros(max_tokens * self.config.num_kv_heads, dtype=np.int64)
         self._make_calls(list(decoder.layers))
         self._program = Program(self._ordered_calls())
-        self._make_head()
+        for call, name in ((self._qkv, "qkv"), (self._output, "o"), (self._gate_up, "gate_up"), (self._down, "down")):
+            call.set_items(self._program, self._panels[name])
+        head = (self._last_norm, self._last_linear)
+        self._head_program = Program([(call.kernel, call.address(0)) for call in head])
 
     @staticmethod
     def supports(config: ModelConfig) -> bool:
@@ -146,36 +170,47 @@ class CpuDecoder:
         self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """See `Decoder.forward`; the result is float32 and valid until the next call."""
-        tokens = len(input_ids)
-        if self._cache is None or self._cache.data_ptr() != kv_cache.data_ptr():
+        if kv_cache is not self._cache:
             self._use_cache(kv_cache)
         angles = positions.numpy().astype(np.float32)[:, None] * self._frequencies
-        cos, sin = np.cos(angles), np.sin(angles)
+        tokens = len(angles)
+        np.cos(angles, out=self._buffers.cos[:tokens])
+        np.sin(angles, out=self._buffers.sin[:tokens])
         threads = self._threads(tokens)
         per_item = -(-tokens // (8 * threads))
         rows = -(-tokens // per_item)
         self._embed.set(ids=input_ids, rows=tokens, rows_per_item=per_item)
         self._norm.set(rows=tokens, rows_per_item=per_item)
-        self._split.set(cos=cos, sin=sin, slots=metadata.slot_mapping, tokens=tokens, tokens_per_item=per_item)
-        self._set_items((self._embed, self._norm, self._split), rows)
+        self._split.set(slots=metadata.slot_mapping, tokens=tokens, tokens_per_item=per_item)
+        for call in (self._embed, self._norm, self._split):
+            call.set_items(self._program, rows)
         for call in (self._qkv, self._output, self._gate_up, self._down):
             call.set(rows=tokens)
-        # The records hold addresses only; what is behind them lives until the next step.
-        self._step = (input_ids, cos, sin, metadata, self._plan_attention(metadata, threads))
+        if tokens != self._num_tokens:
+            self._hidden, self._num_tokens = self._buffers.residual[:tokens], tokens
+        are_single = metadata.num_decodes == tokens
+        self._plan_decode(metadata)
+        self._prefill.set_items(self._program, 0 if are_single else self._plan_prefill(metadata, threads))
+        if are_single:
+            self._set_head(self._hidden, tokens)
+        self._last_norm.set_items(self._program, tokens if are_single else 0)
+        self._last_linear.set_items(self._program, self._head.panels if are_single else 0)
+        self._logits_of = self._hidden if are_single else None
+        # Let go of at the next step: right after this one the code that frees tensors is not in the caches.
+        self._inputs = positions, metadata
         self._program.run(threads)
-        return self._buffers.residual[:tokens]
+        return self._hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `Decoder.compute_logits`."""
+        """See `Decoder.compute_logits`; the result is valid until the next call of this or of the decoder."""
+        if hidden is self._logits_of:
+            return self._logits
         count = len(hidden)
-        hidden = hidden.contiguous()
-        normed = torch.empty(hidden.shape, dtype=self._dtype)
-        logits = torch.empty(count, self.config.vocab_size)
-        self._last_norm.set(x=hidden, out=normed, rows=count)
-        self._logits.set(a=normed, out=logits, rows=count)
-        self._head_program.items[0] = count
+        self._set_head(hidden.contiguous(), count)
+        self._head_program.items[:] = count, self._head.panels
+        self._logits_of = None
         self._head_program.run(self._threads(count))
-        return logits
+        return self._logits
 
     # --- making the program ---
 
@@ -195,7 +230,7 @@ class CpuDecoder:
         self._split = _Call(
             build_qkv(dim, element), QKV_ARGUMENTS, count,
             qkv=buffers.qkv, query=buffers.query, q_heads=heads, kv_heads=kv_heads, has_norm=config.qk_norm,
-            q_norm=self._final_norm, k_norm=self._final_norm, eps=config.rms_norm_eps,
+            q_norm=self._final_norm, k_norm=self._final_norm, eps=config.rms_norm_eps, cos=buffers.cos, sin=buffers.sin,
         )  # fmt: skip
         window = UNBOUNDED if config.sliding_window is None else config.sliding_window
         fixed = {"window": window, "scale": softmax_scale(dim**-0.5)}
@@ -208,6 +243,11 @@ class CpuDecoder:
         self._output = self._linear("add", count, a=buffers.attended, a_row=size, **residual)
         self._gate_up = self._linear("gated", count, a=buffers.normed, a_row=hidden, out=buffers.inner, out_row=inner)
         self._down = self._linear("add", count, a=buffers.inner, a_row=inner, **residual)
+        self._last_norm = _Call(
+            build_norm(element), NORM_ARGUMENTS, 1,
+            weight=self._final_norm, size=hidden, rows_per_item=1, eps=config.rms_norm_eps,
+        )  # fmt: skip
+        self._last_linear = self._linear("store", 1, **self._head.fields(), a_row=hidden, out_row=config.vocab_size)
         for index, layer in enumerate(layers):
             self._take_weights(index, layer)
 
@@ -244,36 +284,25 @@ class CpuDecoder:
                 (self._prefill, layer), (self._output, layer), (self._norm, 2 * layer + 1), (self._gate_up, layer),
                 (self._down, layer),
             ]  # fmt: skip
+        order += [(self._last_norm, 0), (self._last_linear, 0)]
         for place, (call, index) in enumerate(order):
             call.places[index] = place
         return [(call.kernel, call.address(index)) for call, index in order]
 
-    def _make_head(self) -> None:
-        panels = self._panels
-        for call, name in (
-            (self._qkv, "qkv"), (self._output, "o"), (self._gate_up, "gate_up"), (self._down, "down")
-        ):  # fmt: skip
-            self._program.items[call.places] = panels[name]
-        size = self.config.hidden_size
-        self._last_norm = _Call(
-            build_norm(self._element), NORM_ARGUMENTS, 1,
-            weight=self._final_norm, size=size, rows_per_item=1, eps=self.config.rms_norm_eps,
-        )  # fmt: skip
-        head = self._head
-        self._logits = self._linear("store", 1, **head.fields(), a_row=size, out_row=self.config.vocab_size)
-        calls = (self._last_norm, self._logits)
-        self._head_program = Program([(call.kernel, call.address(0)) for call in calls])
-        self._head_program.items[1] = head.panels
-
     # --- parts of a step ---
+
+    def _set_head(self, hidden: torch.Tensor, count: int) -> None:
+        """Point the head at hidden states, and at new logits if there are not as many as the last time."""
+        if count != self._num_logits:
+            self._logits, self._num_logits = torch.empty(count, self.config.vocab_size), count
+            normed = torch.empty(count, self.config.hidden_size, dtype=self._dtype)
+            self._last_norm.set(out=normed, rows=count)
+            self._last_linear.set(a=normed, out=self._logits, rows=count)
+        self._last_norm.set(x=hidden)
 
     def _threads(self, tokens: int) -> int:
         products = tokens * self.config.hidden_size * self.config.intermediate_size
         return thread_count() if products >= _PARALLEL_PRODUCTS else 1
-
-    def _set_items(self, calls: tuple[_Call, ...], items: int) -> None:
-        for call in calls:
-            self._program.items[call.places] = items
 
     def _use_cache(self, kv_cache: torch.Tensor) -> None:
         """Point the layers at their caches."""
@@ -290,46 +319,41 @@ class CpuDecoder:
             for call in (self._split, self._decode, self._prefill):
                 call.set_one(layer, **where)
 
-    def _plan_attention(self, metadata: AttentionMetadata, threads: int) -> list[dict]:
-        """Set the attention calls' fields; returns what must live as long as they are used."""
-        config, buffers = self.config, self._buffers
-        cache = self._cache
-        assert cache is not None
-        first, sequences = metadata.num_decodes, len(metadata.seq_lens)
-        kept = []
-        items = 0
-        if first:
-            lens = metadata.seq_lens.tolist()[:first]
-            window = config.sliding_window or UNBOUNDED
-            fields, items = plan_decode(lens, config.num_heads, config.num_kv_heads, config.head_dim, window)
-            fields |= _without_cache(
-                attention_fields(
-                    buffers.query, cache[0, 0], cache[0, 1], metadata.block_tables, metadata.seq_lens, buffers.attended
-                )
-            )
-            self._decode.set(**fields)
-            kept.append(fields)
-        self._set_items((self._decode,), items)
-        items = 0
-        if first < sequences:
-            starts = metadata.query_start_loc[first:]
-            lens = np.diff(starts.numpy())
-            group = config.num_heads // config.num_kv_heads
-            fields, items = plan_prefill(lens, config.num_kv_heads, group, threads)
-            tables, seq_lens = metadata.block_tables[first:], metadata.seq_lens[first:]
-            fields |= _without_cache(
-                attention_fields(buffers.query, cache[0, 0], cache[0, 1], tables, seq_lens, buffers.attended)
-            )
-            fields["starts"] = starts
-            self._prefill.set(**fields)
-            kept.append(fields)
-        self._set_items((self._prefill,), items)
-        return kept
+    def _plan_decode(self, metadata: AttentionMetadata) -> None:
+        """Set the fields and work items of attention for the sequences with one token."""
+        config, count = self.config, metadata.num_decodes
+        window = config.sliding_window or UNBOUNDED
+        lens = metadata.seq_lens.numpy()[:count].tolist()
+        if lens:
+            self._decode.set(lens=metadata.seq_lens)
+            if metadata.block_tables is not self._tables:
+                self._tables = metadata.block_tables
+                self._decode.set(**self._attention_fields(self._tables, metadata.seq_lens))
+        # A plan holds until a sequence's context begins or ends in another chunk.
+        cuts = [(max(0, length - window) // SPLIT_TOKENS, -(-length // SPLIT_TOKENS)) for length in lens]
+        if cuts != self._cuts:
+            self._cuts, items = cuts, 0
+            if lens:
+                fields, items = plan_decode(lens, config.num_heads, config.num_kv_heads, config.head_dim, window)
+                self._decode.set(**fields)
+            self._decode.set_items(self._program, items)
 
+    def _plan_prefill(self, metadata: AttentionMetadata, threads: int) -> int:
+        """Set the fields of attention for the sequences with several tokens; returns the number of work items."""
+        config, first = self.config, metadata.num_decodes
+        starts = metadata.query_start_loc[first:]
+        group = config.num_heads // config.num_kv_heads
+        fields, items = plan_prefill(np.diff(starts.numpy()), config.num_kv_heads, group, threads)
+        fields |= self._attention_fields(metadata.block_tables[first:], metadata.seq_lens[first:])
+        self._prefill.set(**fields, starts=starts)
+        return items
 
-def _without_cache(fields: dict) -> dict:
-    """The fields that do not differ between layers."""
-    return {name: value for name, value in fields.items() if name not in ("k_cache", "v_cache")}
+    def _attention_fields(self, block_tables: torch.Tensor, seq_lens: torch.Tensor) -> dict:
+        """The fields of attention that do not differ between layers."""
+        assert self._cache is not None
+        keys, values = self._cache[0]
+        fields = attention_fields(self._buffers.query, keys, values, block_tables, seq_lens, self._buffers.attended)
+        return {name: value for name, value in fields.items() if name not in ("k_cache", "v_cache")}
 
 
 class _Buffers:
@@ -343,3 +367,4 @@ class _Buffers:
         self.query = torch.empty(tokens, heads, dim, dtype=dtype)
         self.attended = torch.empty(tokens, heads, dim, dtype=dtype)
         self.inner = torch.empty(tokens, config.intermediate_size, dtype=dtype)
+        self.cos, self.sin = np.empty((2, tokens, dim // 2), dtype=np.float32)

@@ -15,6 +15,7 @@ Knows logits and numbers; no requests, no models, no text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -68,6 +69,18 @@ class SamplingBatch:
         )
 
 
+def sample_greedily(logits: torch.Tensor) -> np.ndarray:
+    """The most likely token of each row; see `sample`."""
+    if not logits.is_cpu:
+        best, tokens = logits.max(dim=-1)
+        _check_finite(best.tolist())
+        return tokens.cpu().numpy()
+    values = logits.numpy()
+    places = values.argmax(axis=-1)
+    _check_finite([values.item(row, token) for row, token in enumerate(places.tolist())])
+    return places
+
+
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> np.ndarray:
     """Choose one token per row.
 
@@ -89,10 +102,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> np.ndarray:
         index = torch.from_numpy(rows).to(logits.device)
         shifted = torch.sub(_rows_between(logits, rows, index), take_rows(best, index)[:, None])
         tokens[index] = _draw(shifted, batch.select(rows))
-    # Checked last so that a GPU is waited for once; NaN reaches `best` from anywhere in its row.
-    broken = np.flatnonzero(~np.isfinite(best.cpu().numpy()))
-    if broken.size:
-        raise PagedBackendError(f"the model produced logits that are not finite (rows {broken.tolist()} of the step)")
+    # Checked last so that a GPU is waited for once.
+    _check_finite(best.tolist())
     return tokens.cpu().numpy()
 
 
@@ -119,6 +130,13 @@ def _most_likely(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # numpy searches with SIMD instructions, torch's CPU kernel with a loop some ten times slower.
     tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.gather(-1, tokens[:, None])[:, 0], tokens
+
+
+def _check_finite(best: list[float]) -> None:
+    """Refuse rows whose largest logit is not finite; NaN reaches it from anywhere in its row."""
+    broken = [row for row, score in enumerate(best) if not math.isfinite(score)]
+    if broken:
+        raise PagedBackendError(f"the model produced logits that are not finite (rows {broken} of the step)")
 
 
 def take_rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

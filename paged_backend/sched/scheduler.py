@@ -150,13 +150,13 @@ class Scheduler:
         that lacks one token, with a slot for it. Off a block boundary there is one, in a last block that is neither
         full nor shared, for only siblings share such blocks.
         """
-        rows, block_size = self._worker_rows, self.blocks.block_size
+        rows, block_size, budget = self._worker_rows, self.blocks.block_size, self.policy.max_num_batched_tokens
         # The general way looks after windows, and after tokens that the worker must be told.
         may_be_simple = self.policy.sliding_window is None and not self._told_tokens
         for request in list(self.running):
             if request.status is not RequestStatus.RUNNING:
                 return  # preempted for a more urgent one, as are all behind it
-            if may_be_simple and len(request.sequences) == 1 and self._budget(plan) > 0:
+            if may_be_simple and len(request.sequences) == 1 and plan.num_scheduled_tokens < budget:
                 sequence = request.sequences[0]
                 seq_id, start = sequence.seq_id, sequence.num_computed_tokens
                 if sequence.num_missing_tokens == 1 and start % block_size and seq_id in rows:

@@ -39,6 +39,7 @@ class InputBatch:
         num_prompt_logprobs: int64 [rows], the same of its prompt tokens.
         num_prompt_reporting: rows that want log-probabilities of their prompt tokens.
         is_beam: bool [rows], rows of a beam search, which sample nothing.
+        demanding: rows that want anything but their most likely token.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -55,6 +56,7 @@ class InputBatch:
         self.num_prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int64)
         self.num_prompt_reporting = 0
         self.is_beam = np.zeros(max_num_seqs, dtype=bool)
+        self.demanding: set[int] = set()
         # Of rows with penalties only.
         self._histories: dict[int, TokenHistory] = {}
         # Of rows with rules only.
@@ -125,6 +127,9 @@ class InputBatch:
                 presence=params.presence_penalty,
                 frequency=params.frequency_penalty,
             )
+        asks = not params.is_greedy or new.is_beam or new.num_logprobs is not None
+        if asks or row in self._constraints or row in self._histories:
+            self.demanding.add(row)
 
     def remove(self, seq_id: int) -> None:
         """Free a sequence's row."""
@@ -133,6 +138,7 @@ class InputBatch:
         # Entries past a table's end stay 0, whoever has the row next.
         self.block_tables[row, : self.num_blocks[row]] = 0
         self.num_blocks[row] = self.num_tokens[row] = 0
+        self.demanding.discard(row)
         self._histories.pop(row, None)
         self._constraints.pop(row, None)
         if self.num_prompt_logprobs[row] != NO_LOGPROBS:
@@ -180,7 +186,7 @@ class InputBatch:
     def append_tokens(self, rows: np.ndarray, tokens: np.ndarray) -> None:
         """Append one sampled token to each of `rows` (distinct)."""
         ends = self.num_tokens[rows]
-        self._reserve_tokens(int(ends.max()) + 1)
+        self._reserve_tokens(max(ends.tolist()) + 1)
         self.token_ids[rows, ends] = tokens
         self.num_tokens[rows] = ends + 1
 

@@ -13,6 +13,7 @@ Knows tensors and rows; not where blocks come from, nor what a request is.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 
 from paged_backend.errors import PagedBackendError
 from paged_backend.model.attention import AttentionMetadata
-from paged_backend.model.cpu_decoder import Model
+from paged_backend.model.cpu_decoder import CpuDecoder, Model
 from paged_backend.sched.output import ScheduledSequence, SchedulerOutput, TokenLogprobs, WorkerOutput
 from paged_backend.worker.block_copy import HostPool, copy_blocks
 from paged_backend.worker.decode_graphs import DecodeGraphs
@@ -34,7 +35,8 @@ class RaggedBatch:
     """A step's batch on the host: N sequences in the order of the kernels, T tokens.
 
     `rows` (of the input batch) has N entries, `input_ids` and `positions` T; the others are as in `AttentionMetadata`.
-    `sampled_ids`, `sampled_rows` and `sampled_from` say which sequences sample, from the logits of which of the N.
+    `sampled_ids`, `sampled_rows` and `sampled_from` say which sequences sample, from the logits of which of the N;
+    `is_plain_decode`: each has one token and samples for itself.
     """
 
     rows: np.ndarray
@@ -48,6 +50,9 @@ class RaggedBatch:
     query_start_loc: np.ndarray
     num_decodes: int
     max_query_len: int
+    max_seq_len: int
+    total_seq_len: int
+    is_plain_decode: bool
 
 
 class ModelRunner:
@@ -77,10 +82,12 @@ class ModelRunner:
         self._model = model
         self._kv_cache = kv_cache
         self._backend = backend
-        self._device = kv_cache.device
+        self._device, self._is_cpu = kv_cache.device, kv_cache.is_cpu
         self._block_size = kv_cache.shape[4]
         self._input = InputBatch(max_num_seqs)
         self._tables = _BatchTables(self._device)
+        # Native kernels record no gradients, and entering the mode costs as much as a tenth of a step's other Python.
+        self._mode = contextlib.nullcontext if isinstance(model, CpuDecoder) else torch.inference_mode
         self._host_pool = HostPool(kv_cache, num_host_blocks)
         self._graphs: DecodeGraphs | None = None
         if self._device.type == "cuda" and not enforce_eager:
@@ -92,13 +99,16 @@ class ModelRunner:
                 backend=backend,
             )
 
-    @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> WorkerOutput:
         """Apply the plan's differences, compute its tokens, sample where it says so.
 
         Raises:
             PagedBackendError: the plan contradicts the rows, or the model's output is broken.
         """
+        with self._mode():
+            return self._execute(plan)
+
+    def _execute(self, plan: SchedulerOutput) -> WorkerOutput:
         self._apply(plan)
         if not plan.scheduled:
             return WorkerOutput([], [])
@@ -107,7 +117,7 @@ class ModelRunner:
             raise PagedBackendError(
                 f"the step's plan counts {plan.num_scheduled_tokens} tokens and holds {len(batch.input_ids)}"
             )
-        if self._graphs is not None and self._graphs.fits(len(batch.rows)) and _is_plain_decode(batch):
+        if self._graphs is not None and batch.is_plain_decode and self._graphs.fits(len(batch.rows)):
             logits = self._replay(self._graphs, batch)
             return choose_tokens(logits, batch.sampled_ids, batch.sampled_rows, self._input, plan.token_masks)
         hidden = self._forward(batch)
@@ -160,40 +170,35 @@ class ModelRunner:
 
     def _logits(self, hidden: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
         """Logits of each sampling sequence; the last layer runs once for those that share a row."""
+        if batch.is_plain_decode:
+            return self._model.compute_logits(hidden)
         sources, places = np.unique(batch.sampled_from, return_inverse=True)
         last = self._to_device(batch.query_start_loc[1:][sources].astype(np.int64) - 1)
         logits = self._model.compute_logits(hidden[last])
         return logits if len(sources) == len(places) else logits[self._to_device(places)]
 
     def _replay(self, graphs: DecodeGraphs, batch: RaggedBatch) -> torch.Tensor:
-        width = -(-int(batch.seq_lens.max()) // self._block_size)
-        tables = self._tables.gather(self._input, batch.rows, width)
+        tables = self._tables.gather(self._input, batch.rows, -(-batch.max_seq_len // self._block_size))
         return graphs.run(batch.input_ids, batch.positions, batch.slot_mapping, batch.seq_lens, tables)
 
     def _forward(self, batch: RaggedBatch) -> torch.Tensor:
-        max_seq_len = int(batch.seq_lens.max())
         metadata = AttentionMetadata(
             slot_mapping=self._to_device(batch.slot_mapping),
-            block_tables=self._tables.gather(self._input, batch.rows, -(-max_seq_len // self._block_size)),
+            block_tables=self._tables.gather(self._input, batch.rows, -(-batch.max_seq_len // self._block_size)),
             seq_lens=self._to_device(batch.seq_lens),
             query_start_loc=self._to_device(batch.query_start_loc),
             num_decodes=batch.num_decodes,
             max_query_len=batch.max_query_len,
-            max_seq_len=max_seq_len,
+            max_seq_len=batch.max_seq_len,
             backend=self._backend,
-            total_seq_len=int(batch.seq_lens.sum()),
+            total_seq_len=batch.total_seq_len,
         )
         input_ids, positions = self._to_device(batch.input_ids), self._to_device(batch.positions)
         return self._model(input_ids, positions, self._kv_cache, metadata)
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
-
-
-def _is_plain_decode(batch: RaggedBatch) -> bool:
-    """One token of each sequence, and each samples for itself."""
-    count = len(batch.rows)
-    return batch.num_decodes == count and len(batch.sampled_from) == count
+        tensor = torch.from_numpy(array)
+        return tensor if self._is_cpu else tensor.to(self._device, non_blocking=True)
 
 
 def build_batch(scheduled: list[ScheduledSequence], state: InputBatch, block_size: int) -> RaggedBatch:
@@ -205,27 +210,30 @@ def build_batch(scheduled: list[ScheduledSequence], state: InputBatch, block_siz
             names a sibling with other tokens.
     """
     count = len(scheduled)
-    lengths = np.fromiter((s.num_new_tokens for s in scheduled), dtype=np.int64, count=count)
-    # Stable, so that rows of a kind keep their scheduling order, and steady decoding keeps the order of last step.
-    order = np.argsort(lengths != 1, kind="stable")
-    ordered = [scheduled[i] for i in order]
-    lengths = lengths[order]
-    rows = np.fromiter((state.row(s.seq_id) for s in ordered), dtype=np.int64, count=count)
-    computed = np.fromiter((s.num_computed_tokens for s in ordered), dtype=np.int64, count=count)
-    num_samples = np.fromiter((len(s.samples) for s in ordered), dtype=np.int64, count=count)
-    seq_lens = computed + lengths
-    _check_ranges(ordered, lengths, seq_lens, state.num_tokens[rows], state.num_blocks[rows] * block_size)
-    sampled_ids = [seq_id for s in ordered for seq_id in s.samples]
-    sampled_rows = np.fromiter(map(state.row, sampled_ids), dtype=np.int64, count=len(sampled_ids))
-    sampled_from = np.repeat(np.arange(count), num_samples)
-    _check_samples(ordered, rows, sampled_rows, sampled_from, state)
+    num_decodes = sum(s.num_new_tokens == 1 for s in scheduled)
+    if num_decodes < count:
+        # Stable, so that rows of a kind keep their scheduling order, and steady decoding keeps the order of last step.
+        scheduled = sorted(scheduled, key=lambda s: s.num_new_tokens != 1)
+    rows = np.array([state.row(s.seq_id) for s in scheduled], dtype=np.int64)
+    seq_lens = _checked_lengths(scheduled, rows, state, block_size)
+    sampled_ids = [seq_id for s in scheduled for seq_id in s.samples]
+    sampled_rows, sampled_from = rows, np.arange(count)
+    samples_once = all(len(s.samples) == 1 for s in scheduled)
+    if not samples_once:
+        sampled_rows = np.array([state.row(seq_id) for seq_id in sampled_ids], dtype=np.int64)
+        sampled_from = np.repeat(sampled_from, [len(s.samples) for s in scheduled])
+        _check_samples(scheduled, rows, sampled_rows, sampled_from, state)
 
-    starts = np.zeros(count + 1, dtype=np.int64)
-    np.cumsum(lengths, out=starts[1:])
-    token_rows = np.repeat(rows, lengths)
-    positions = np.arange(starts[-1], dtype=np.int64) + np.repeat(computed - starts[:-1], lengths)
-    blocks = state.block_tables[token_rows, positions // block_size].astype(np.int64)
-    if not blocks.all():
+    positions = np.array([s.num_computed_tokens for s in scheduled], dtype=np.int64)
+    starts, token_rows = np.arange(count + 1), rows
+    if num_decodes < count:
+        lengths = [s.num_new_tokens for s in scheduled]
+        np.cumsum(lengths, out=starts[1:])
+        token_rows = np.repeat(rows, lengths)
+        positions = np.arange(starts[-1]) + np.repeat(positions - starts[:-1], lengths)
+    columns, offsets = np.divmod(positions, block_size)
+    blocks = state.block_tables[token_rows, columns].astype(np.int64)
+    if np.count_nonzero(blocks) < len(blocks):
         raise PagedBackendError("the step's plan writes to the null block")
     return RaggedBatch(
         rows=rows,
@@ -234,45 +242,49 @@ def build_batch(scheduled: list[ScheduledSequence], state: InputBatch, block_siz
         sampled_from=sampled_from,
         input_ids=state.token_ids[token_rows, positions].astype(np.int64),
         positions=positions,
-        slot_mapping=blocks * block_size + positions % block_size,
-        seq_lens=seq_lens.astype(np.int32),
+        slot_mapping=blocks * block_size + offsets,
+        seq_lens=np.array(seq_lens, dtype=np.int32),
         query_start_loc=starts.astype(np.int32),
-        num_decodes=int(np.count_nonzero(lengths == 1)),
-        max_query_len=int(lengths.max()),
+        num_decodes=num_decodes,
+        max_query_len=max(s.num_new_tokens for s in scheduled),
+        max_seq_len=max(seq_lens),
+        total_seq_len=sum(seq_lens),
+        is_plain_decode=samples_once and num_decodes == count,
     )
 
 
-def _check_ranges(
-    ordered: list[ScheduledSequence],
-    lengths: np.ndarray,
-    seq_lens: np.ndarray,
-    known: np.ndarray,
-    capacity: np.ndarray,
-) -> None:
-    """A plan that breaks these rules would read or write another sequence's cache."""
-    samples = np.fromiter((s.seq_id in s.samples for s in ordered), dtype=bool, count=len(ordered))
-    wrong = (lengths < 1) | (seq_lens > known) | (seq_lens > capacity) | (samples != (seq_lens == known))
-    # Siblings sample where the sequence itself does.
-    wrong |= np.fromiter((bool(s.samples) for s in ordered), dtype=bool, count=len(ordered)) != samples
-    if wrong.any():
-        i = int(np.flatnonzero(wrong)[0])
-        raise PagedBackendError(
-            f"the step's plan does not fit the worker's rows: {ordered[i]} with {known[i]} known tokens and "
-            f"{capacity[i]} slots"
-        )
+def _checked_lengths(
+    scheduled: list[ScheduledSequence], rows: np.ndarray, state: InputBatch, block_size: int
+) -> list[int]:
+    """Each sequence's length after the step. A plan that breaks these rules would read or write another's cache."""
+    if len({s.seq_id for s in scheduled}) < len(scheduled):
+        raise PagedBackendError(f"the step's plan computes a sequence twice: {scheduled}")
+    lengths = []
+    for s, known, blocks in zip(
+        scheduled, state.num_tokens[rows].tolist(), state.num_blocks[rows].tolist(), strict=True
+    ):
+        length, slots = s.num_computed_tokens + s.num_new_tokens, blocks * block_size
+        # Siblings sample where the sequence itself does.
+        samples = s.seq_id in s.samples
+        is_right = s.num_new_tokens >= 1 and length <= known and length <= slots
+        if not is_right or samples != (length == known) or samples != bool(s.samples):
+            raise PagedBackendError(
+                f"the step's plan does not fit the worker's rows: {s} with {known} known tokens and {slots} slots"
+            )
+        lengths.append(length)
+    return lengths
 
 
 def _check_samples(
-    ordered: list[ScheduledSequence],
+    scheduled: list[ScheduledSequence],
     rows: np.ndarray,
     sampled_rows: np.ndarray,
     sampled_from: np.ndarray,
     state: InputBatch,
 ) -> None:
-    """Each sequence computes and samples once, from the logits after its own tokens."""
-    for kind, used in (("computes", rows), ("samples", sampled_rows)):
-        if len(np.unique(used)) != len(used):
-            raise PagedBackendError(f"the step's plan {kind} a sequence twice: {ordered}")
+    """Each sequence samples once, from the logits after its own tokens."""
+    if len(np.unique(sampled_rows)) < len(sampled_rows):
+        raise PagedBackendError(f"the step's plan samples a sequence twice: {scheduled}")
     for i in np.flatnonzero(sampled_rows != rows[sampled_from]):
         own, other = sampled_rows[i], rows[sampled_from[i]]
         count = state.num_tokens[other]
@@ -280,7 +292,7 @@ def _check_samples(
             state.token_ids[own, :count], state.token_ids[other, :count]
         )
         if not same:
-            raise PagedBackendError(f"a sibling in {ordered[sampled_from[i]]} has other tokens")
+            raise PagedBackendError(f"a sibling in {scheduled[sampled_from[i]]} has other tokens")
 
 
 class _BatchTables:
@@ -288,21 +300,22 @@ class _BatchTables:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._rows = np.empty(0, dtype=np.int64)
+        self._rows: list[int] = []
         self._host = np.empty((0, 0), dtype=np.int32)
         self._tensor = torch.empty(0, 0, dtype=torch.int32, device=device)
 
     def gather(self, state: InputBatch, rows: np.ndarray, width: int) -> torch.Tensor:
         """int32 [N, at least width] block tables of `rows`; valid until the next call."""
-        same = width <= self._host.shape[1] and np.array_equal(rows, self._rows)
+        order, changed = rows.tolist(), []
+        same = width <= self._host.shape[1] and order == self._rows
         if same:
-            changed = [i for i, row in enumerate(rows.tolist()) if row in state.changed_tables]
+            changed = [i for i, row in enumerate(order) if row in state.changed_tables] if state.changed_tables else []
             for i in changed:
-                self._host[i] = state.block_tables[rows[i], : self._host.shape[1]]
+                self._host[i] = state.block_tables[order[i], : self._host.shape[1]]
         else:
             # All columns in use by anyone would do; a little slack saves gathering anew at every added block.
             columns = min(state.block_tables.shape[1], width + 8)
-            self._rows, self._host = rows, state.block_tables[rows, :columns]
+            self._rows, self._host = order, state.block_tables[rows, :columns]
         if not same or (changed and self._device.type != "cpu"):
             self._tensor = torch.from_numpy(self._host).to(self._device)
         state.clear_changes()

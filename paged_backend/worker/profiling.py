@@ -98,7 +98,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference mode: what a model allocates here it may use again
 def run_dummy(model: Model, kv_cache: torch.Tensor, *, num_tokens: int, num_seqs: int, backend: str) -> torch.Tensor:
     """Logits of a step of `num_tokens` tokens and `num_seqs` sampled rows, which writes nothing into the cache.
 

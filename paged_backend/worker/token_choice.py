@@ -15,7 +15,7 @@ import torch
 from paged_backend.sampling.constraints import Constraining, ConstraintBatch, stuck_rows
 from paged_backend.sampling.logprobs import beam_candidates, token_logprobs
 from paged_backend.sampling.penalties import penalise, restore
-from paged_backend.sampling.sampler import sample, take_rows
+from paged_backend.sampling.sampler import sample, sample_greedily, take_rows
 from paged_backend.sched.output import TokenLogprobs, WorkerOutput
 from paged_backend.worker.input_batch import NO_LOGPROBS, InputBatch
 
@@ -35,6 +35,10 @@ def choose_tokens(
     Raises:
         PagedBackendError: the model's output is broken.
     """
+    if not masks and state.demanding.isdisjoint(rows.tolist()):
+        tokens = sample_greedily(logits)
+        state.append_tokens(rows, tokens)
+        return WorkerOutput(seq_ids, tokens.tolist())
     output = WorkerOutput([], [])
     is_beam = state.is_beam[rows]
     if is_beam.any():

@@ -49,6 +49,21 @@ def test_batch_layout():
     assert batch.seq_lens.tolist() == [5, 8, 4]
 
 
+def test_plain_decode_samples_each_row_once():
+    """As many samples as rows do not do: both may come from the logits of one."""
+    rows = InputBatch(4)
+    for seq_id in (1, 2):
+        rows.add(NewSequence(seq_id, [5], 1, [seq_id], GREEDY, 0))
+    _add(rows, 3, 4, [3])
+    both, each = (
+        ScheduledSequence(1, 0, 1, (1, 2)),
+        [ScheduledSequence(1, 0, 1, (1,)), ScheduledSequence(3, 3, 1, (3,))],
+    )
+    batch = build_batch([both, ScheduledSequence(3, 1, 1, ())], rows, 4)
+    assert (batch.sampled_from.tolist(), batch.is_plain_decode) == ([0, 0], False)
+    assert build_batch(each, rows, 4).is_plain_decode
+
+
 def test_rows_are_recycled_clean():
     rows = InputBatch(2)
     _add(rows, 1, 3, [5, 6, 7])
