@@ -5,6 +5,7 @@ pages covers: on a virtual machine (Zen 4) two threads read 27 GB/s from those a
 nothing of what the memory is for.
 """
 
+import contextlib
 import math
 import mmap
 
@@ -22,23 +23,21 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     Raises:
         MemoryError: the system does not give that much.
     """
-    size = max(1, math.prod(shape) * dtype.itemsize)
+    size = max(1, math.prod(shape)) * dtype.itemsize
     try:
         region = mmap.mmap(-1, size + _HUGE_PAGE, **_PRIVATE)
     except OSError as error:
         raise MemoryError(f"{size / 2**20:.1f} MiB: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):  # a kernel without them
             region.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without them
     whole = torch.frombuffer(region, dtype=torch.uint8)
     start = -whole.data_ptr() % _HUGE_PAGE
     return whole[start : start + size].view(dtype)[: math.prod(shape)].view(shape)
 
 
 class Arena:
-    """Memory handed out piece by piece, so that pieces smaller than a huge page share them. Freed with the last piece."""
+    """Memory handed out piece by piece, so that small pieces share huge pages; freed with the last of them."""
 
     def __init__(self) -> None:
         self._region = torch.empty(0, dtype=torch.uint8)
