@@ -141,7 +141,8 @@ def build_prefill(head_dim: int, element: type):
                         for i in range(min(span, position - args.window + 1)):
                             s[r * tile + i] = -np.inf
                         row_softmax(s, r * tile, blocks, args.scale, p, r * tile, top, norm, alpha, r)
-                        load_row(o, r * width, o, r * width, alpha[r], width)
+                        if alpha[r] != 1.0:
+                            load_row(o, r * width, o, r * width, alpha[r], width)
                     depth = (span + step - 1) // step * step
                     for i in range(0, width, PANEL_OUTPUTS):
                         panel_product(o, row * width + i, width, 1, p, row * tile, tile, values, i * tile, depth, ROWS)
