@@ -21,7 +21,7 @@ BAD_PARAMS = [
     *[("seed", v) for v in (1.0, "1", 2**64, -(2**63) - 1, True)],
     *[("max_tokens", v) for v in (0, -1, 1.0, "16", True)],
     *[("stop", v) for v in ("", [""], 1, ["a", 2], {"a": 1})],
-    *[("stop_token_ids", v) for v in (1, ["a"], [1.0], [True], "12", [-1])],
+    *[("stop_token_ids", v) for v in (1, 0, False, {}, "", ["a"], [1.0], [True], "12", [-1])],
     *[("ignore_eos", v) for v in (0, "true", None)],
     *[("skip_special_tokens", v) for v in (1, None)],
 ]
