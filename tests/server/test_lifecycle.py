@@ -77,8 +77,9 @@ def test_ctrl_c_ends_live_requests_and_says_what_it_waits_for(slow: Any, monkeyp
     wait_for(server.metrics_url, running=1)
     began = time.monotonic()
     server.signal(signal.SIGINT)
-    answer = call.wait()
+    answer = call.drain()
     assert "the server is shutting down" in answer.error.message()
+    assert (answer.finals, answer.errors) == (0, 1)
     assert 0.9 < time.monotonic() - began < 3
     assert len(answer.responses) > 5, "it went on while it might"
     assert server.wait(15) == 1

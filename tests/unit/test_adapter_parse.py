@@ -90,6 +90,8 @@ def test_prompt_text_goes_before_the_output_of_token_requests():
     parsed = parse_request(Request(input_ids=[3], prompt_text="Hi", outputs=outputs))
     assert parsed.options.prefix == "Hi"
     assert parsed.options.outputs == outputs - {"finish_reason"}
+    # What the client of the ensemble sent, for errors to name.
+    assert parsed.field == "text_input"
 
 
 @pytest.mark.parametrize(
