@@ -1,4 +1,4 @@
-"""What ends a server, with requests in flight: Ctrl-C, a killed or failing engine. A tiny random model, ids only."""
+"""What ends a server, with requests in flight: SIGTERM, a killed or failing engine. A tiny random model, ids only."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _stub(server: Launched) -> psutil.Process:
     return stub
 
 
-def test_ctrl_c_ends_live_requests_and_says_what_it_waits_for(slow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_ends_live_requests_and_says_what_it_waits_for(slow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "client_examples")
     import common
 
@@ -76,7 +76,7 @@ def test_ctrl_c_ends_live_requests_and_says_what_it_waits_for(slow: Any, monkeyp
     call = _start(server)
     wait_for(server.metrics_url, running=1)
     began = time.monotonic()
-    server.signal(signal.SIGINT)
+    server.signal(signal.SIGTERM)
     answer = call.drain()
     assert "the server is shutting down" in answer.error.message()
     assert (answer.finals, answer.errors) == (0, 1)
