@@ -112,6 +112,6 @@ def test_a_failing_engine_answers_everybody_and_ends_the_server(slow: Any, tmp_p
     for call in calls:
         assert "out of cheese" in call.wait().error.message()
     assert server.wait(15) == 2
-    assert "error: the process of model 'paged_llm' exited with code 1" in server.output
+    assert "error: the process of model 'paged_llm' exited with code 1" in server.output, server.output
     assert "the engine failed" in server.output
     server.assert_gone()
