@@ -28,9 +28,9 @@ MAX_THREADS = 1024
 
 # vLLM's names for what we call otherwise.
 ALIASES = {"num_gpu_blocks_override": "num_kv_blocks"}
-# Keys of vLLM deployments that change nothing here: accepted so that an existing file works. Logging is quiet and
-# execution eager whatever they say.
-IGNORED = frozenset({"disable_log_requests", "disable_log_stats", "enforce_eager"})
+# Keys of vLLM deployments that change nothing here: accepted so that an existing file works. Logging is quiet whatever
+# they say.
+IGNORED = frozenset({"disable_log_requests", "disable_log_stats"})
 
 
 @dataclass(frozen=True, slots=True)

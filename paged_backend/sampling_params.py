@@ -156,7 +156,9 @@ class SamplingParams:
         values: dict[str, object] = {
             "stop": check_texts("stop", () if self.stop is None else self.stop, single=True),
             "bad_words": check_texts("bad_words", () if self.bad_words is None else self.bad_words),
-            "stop_token_ids": check_token_ids("stop_token_ids", self.stop_token_ids or ()),
+            "stop_token_ids": check_token_ids(
+                "stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids
+            ),
         }
         if self.allowed_token_ids is not None:
             values["allowed_token_ids"] = check_token_ids("allowed_token_ids", self.allowed_token_ids)

@@ -1,18 +1,23 @@
-"""A stand-in for the module that Triton's stub gives to Python models, and for a request's response sender."""
+"""A stand-in for the module that Triton's stub gives to Python models, for its requests and their response senders."""
 
 from __future__ import annotations
 
+import json
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
 
 from paged_backend.engine.outputs import SequenceDelta
-from paged_backend.request import Request
+from paged_backend.request import Request as EngineRequest
 from paged_backend.sampling_params import SamplingParams
 from paged_backend.triton_adapter.parse import ResponseOptions
 from paged_backend.triton_adapter.sender import ResponseStream
+from paged_backend.triton_adapter.tensors import LLM_OUTPUTS
 
 FINAL = 1
 TEXT = frozenset({"text_output"})
+ALL_OUTPUTS = {spec.name for spec in LLM_OUTPUTS}
 
 
 class Tensor:
@@ -39,11 +44,65 @@ class TritonError:
         self.message, self.code = message, code
 
 
+class TritonModelException(Exception):
+    """What a model raises to fail its loading, and the server's module if something is not to be had."""
+
+
+class Request:
+    """The stub's InferenceRequest; tensors are given as Python values."""
+
+    def __init__(self, parameters=None, outputs=ALL_OUTPUTS, timeout_us=0, sender=None, **tensors):
+        self._timeout_us = timeout_us
+        self._parameters = parameters
+        self._outputs = outputs
+        self._sender = sender
+        self._tensors = [Tensor(name, self._array(value)) for name, value in tensors.items()]
+
+    @staticmethod
+    def _array(value):
+        if isinstance(value, np.ndarray):
+            return value
+        if isinstance(value, bool):
+            return np.array([value])
+        if isinstance(value, (str, bytes)):
+            return np.array([value.encode() if isinstance(value, str) else value], dtype=object)
+        return np.array(value, dtype=np.int32)
+
+    def inputs(self):
+        return self._tensors
+
+    def parameters(self):
+        return "" if self._parameters is None else json.dumps(self._parameters)
+
+    def timeout(self):
+        return self._timeout_us
+
+    def request_id(self):
+        return ""
+
+    def requested_output_names(self):
+        return set(self._outputs)
+
+    def get_response_sender(self):
+        return self._sender
+
+
+class MetricFamily:
+    """As on a server that was started without metrics."""
+
+    COUNTER, GAUGE, HISTOGRAM = range(3)
+
+    def __init__(self, **_):
+        raise TritonModelException("metrics are disabled")
+
+
 def install(monkeypatch):
     """Put the stand-in where the stub's module is imported from, for the time of a test."""
     module = ModuleType("triton_python_backend_utils")
     module.Tensor, module.InferenceResponse, module.TritonError = Tensor, Response, TritonError
     module.TRITONSERVER_RESPONSE_COMPLETE_FINAL = FINAL
+    module.TritonModelException, module.MetricFamily = TritonModelException, MetricFamily
+    module.Logger = SimpleNamespace(log_info=print, log_warn=print, log_error=print)
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
@@ -73,7 +132,7 @@ class Sender:
 def make_stream(sender, outputs=TEXT, stream=True, prefix="", schedule=lambda stream: None, interval=1, **options):
     closed = []
     result = ResponseStream(
-        Request("1:", [1, 2, 3, 4, 5], SamplingParams(), seed=0, max_total_tokens=10),
+        EngineRequest("1:", [1, 2, 3, 4, 5], SamplingParams(), seed=0, max_total_tokens=10),
         "",
         sender,
         ResponseOptions(stream, frozenset(outputs), prefix, **options),

@@ -108,7 +108,11 @@ GAUGES = (
 )
 COUNTERS = (
     _one("vllm:prompt_tokens_total", "Prompt tokens of requests that got a first token.", "prompt_tokens"),
-    _one("vllm:generation_tokens_total", "Tokens generated.", "generation_tokens"),
+    _one(
+        "vllm:generation_tokens_total",
+        "Tokens generated, those of dropped beams among them.",
+        "generation_tokens",
+    ),
     _one("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", "prefix_cache_queries"),
     _one("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
     _one("vllm:num_preemptions_total", "Times that a running request lost its blocks.", "preemptions"),
@@ -161,5 +165,5 @@ HISTOGRAMS = (
     Histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", "total_s", _LATENCY),
     Histogram("vllm:request_queue_time_seconds", "From arrival to the first step.", "queued_s", _LATENCY),
     Histogram("vllm:request_prompt_tokens", "Tokens of the prompt.", "prompt_tokens", _LENGTH),
-    Histogram("vllm:request_generation_tokens", "Tokens generated.", "generation_tokens", _LENGTH),
+    Histogram("vllm:request_generation_tokens", "Tokens of all outputs of a request.", "generation_tokens", _LENGTH),
 )

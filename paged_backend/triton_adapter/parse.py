@@ -106,6 +106,9 @@ def parse_request(request: Any, *, has_tokenizer: bool = True, tokenizer: Tokeni
         message = "sampling parameter `detokenize` is false, which leaves no text: request `output_ids` instead"
         raise InvalidRequestError(message, field="detokenize")
     text = prompt if isinstance(prompt, str) else tensors.string("prompt_text")
+    if text is not None and field == "input_ids":
+        # The ids are the ensemble's doing: its client sent the text, and errors are to name that.
+        field = "text_input"
     prefix = (text or "") if _prepend(tensors, stream, is_chat=field == "messages") else ""
     options = ResponseOptions(
         stream and params.output_kind != "final_only",

@@ -38,6 +38,7 @@ class Answer:
     responses: list[dict[str, list]] = field(default_factory=list)
     finals: int = 0
     error: InferenceServerException | None = None
+    errors: int = 0
 
     @property
     def texts(self) -> list[str]:
@@ -128,15 +129,15 @@ class Call:
         return self._answer
 
     def drain(self) -> Answer:
-        """Half-close and collect what comes until the server ends the stream: for calls that see no empty final."""
+        """Half-close and collect all that comes until the server ends the stream, which it does after the final."""
         self._client.stop_stream()
-        try:
-            while True:
+        while not self._events.empty():
+            try:
                 self.next(0)
-        except InferenceServerException as error:
-            self._answer.error = error
-        except queue.Empty:
-            self._client.close()
+            except InferenceServerException as error:
+                self._answer.error = error
+                self._answer.errors += 1
+        self._client.close()
         return self._answer
 
     def cancel(self) -> None:

@@ -1,16 +1,21 @@
 """A bad request is refused with the field's name; the neighbour's stream and the next request go on.
 
-That the code is INVALID_ARG is tested with the adapter's unit tests: a gRPC stream carries only the message, and HTTP
-makes 400 of every code.
+A gRPC stream carries only the message, and HTTP makes 400 of every code: that the code is INVALID_ARG the server's
+metrics say, which count refusals by code.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import time
 
 import numpy as np
 import pytest
-from server.client import GREEDY, Call, ask, post
+from server.client import GREEDY, TEXT_MODELS, Call, ask, post
+
+from paged_backend.monitor.samples import scrape
+from paged_backend.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.server
 
@@ -53,6 +58,38 @@ CASES = {
     "no outputs": ({}, '{"n": 0}', "n"),
     "stop without an id": ({"stop": True}, None, "stop"),
 }
+# Every JSON type that a value can have, and which of them each sampling parameter takes.
+SAMPLES = {
+    "null": ["null"],
+    "flag": ["true", "false"],
+    "integer": ["7", "0"],
+    "number": ["0.5"],
+    "no number": ["NaN", "Infinity"],
+    "text": ['"perhaps"', '""'],
+    "empty": ["[]"],
+    "ids": ["[1]"],
+    "texts": ['["a"]'],
+    "nested": ["[[1]]", "[null]"],
+    "object": ["{}", '{"a": "b"}'],
+}
+NUMBER, INTEGER, FLAG = ("integer", "number"), ("integer",), ("flag",)
+OPTIONAL = ("null", "integer")
+TAKEN = {
+    **dict.fromkeys(("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"), NUMBER),
+    **dict.fromkeys(("repetition_penalty", "length_penalty"), NUMBER),
+    **dict.fromkeys(("top_k", "min_tokens", "n", "priority"), INTEGER),
+    **dict.fromkeys(("seed", "max_tokens", "truncate_prompt_tokens", "logprobs", "prompt_logprobs"), OPTIONAL),
+    "beam_width": OPTIONAL,
+    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "use_beam_search"), FLAG),
+    **dict.fromkeys(("spaces_between_special_tokens", "detokenize"), FLAG),
+    "stop": ("null", "text", "empty", "texts"),
+    "bad_words": ("null", "empty", "texts"),
+    **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), ("null", "empty", "ids")),
+    **dict.fromkeys(("logit_bias", "structured_outputs"), ("null", "object")),
+    "output_kind": ("text",),
+    "early_stopping": ("flag", "text"),
+    "cache_salt": ("null", "text"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +102,8 @@ def neighbour(served):
     """The text of a stream that runs while the test's requests are refused."""
     calls = []
 
-    def start():
-        calls.append(Call(served.grpc_url, "paged_llm", GOOD, {**GREEDY, "max_tokens": LONG, "ignore_eos": True}))
+    def start(model="paged_llm"):
+        calls.append(Call(served.grpc_url, model, GOOD, {**GREEDY, "max_tokens": LONG, "ignore_eos": True}))
         calls[-1].next()
         return calls[-1]
 
@@ -88,6 +125,39 @@ def test_every_case_is_refused_and_harms_nobody(served, good_text, neighbour):
     assert answer.finals == 1
     assert answer.text == good_text
     assert good_text.startswith(ask(served.grpc_url, "paged_llm", GOOD["text_input"], 3, ignore_eos=True))
+
+
+def test_every_parameter_refuses_every_other_type(served, good_text, neighbour):
+    assert set(TAKEN) == {field.name for field in dataclasses.fields(SamplingParams)}
+    cases = [
+        (name, text)
+        for name, kinds in TAKEN.items()
+        for kind, texts in SAMPLES.items()
+        for text in texts
+        if kind not in kinds
+    ]
+    refused = _refused(served)
+    streams = {model: neighbour(model) for model in TEXT_MODELS}
+    for i, (name, text) in enumerate(cases):
+        inputs = {**GOOD, "sampling_parameters": f'{{"{name}": {text}}}'}
+        error = Call(served.grpc_url, TEXT_MODELS[i % 2], inputs).wait().error
+        assert error is not None, (name, text)
+        assert f"`{name}`" in error.message(), (name, text)
+    for stream in streams.values():
+        answer = stream.wait()
+        assert (answer.finals, answer.text) == (1, good_text)
+    for model in TEXT_MODELS:
+        assert good_text.startswith(ask(served.grpc_url, model, GOOD["text_input"], 3, ignore_eos=True))
+    assert _refused(served) - refused == len(cases) > 300
+
+
+def _refused(served) -> float:
+    """How many requests were refused with INVALID_ARG, once the metrics have caught up."""
+    time.sleep(0.3)
+    now = scrape(served.metrics_url)
+    codes = ("UNAVAILABLE", "UNSUPPORTED", "INTERNAL")
+    assert not any(now.value("paged_requests_refused_total", model="paged_llm", code=code) for code in codes)
+    return now.value("paged_requests_refused_total", model="paged_llm", code="INVALID_ARG")
 
 
 def test_an_error_is_the_only_response(served):

@@ -12,7 +12,7 @@ from server.client import GREEDY, Call, ask, chat, post
 pytestmark = pytest.mark.server
 
 PROMPTS = {
-    "mixed scripts": "🌶읽ส한",
+    "mixed scripts": "🌶读ส한",
     "accents": "Café 123 😊",
     "repeat": chat("Repeat exactly: 🌶 naïve 読む สวัสดี 한국어"),
 }

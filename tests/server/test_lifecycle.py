@@ -1,4 +1,4 @@
-"""What ends a server, with requests in flight: Ctrl-C, a killed or failing engine. A tiny random model, ids only."""
+"""What ends a server, with requests in flight: SIGTERM, a killed or failing engine. A tiny random model, ids only."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _stub(server: Launched) -> psutil.Process:
     return stub
 
 
-def test_ctrl_c_ends_live_requests_and_says_what_it_waits_for(slow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_ends_live_requests_and_says_what_it_waits_for(slow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "client_examples")
     import common
 
@@ -76,9 +76,10 @@ def test_ctrl_c_ends_live_requests_and_says_what_it_waits_for(slow: Any, monkeyp
     call = _start(server)
     wait_for(server.metrics_url, running=1)
     began = time.monotonic()
-    server.signal(signal.SIGINT)
-    answer = call.wait()
+    server.signal(signal.SIGTERM)
+    answer = call.drain()
     assert "the server is shutting down" in answer.error.message()
+    assert (answer.finals, answer.errors) == (0, 1)
     assert 0.9 < time.monotonic() - began < 3
     assert len(answer.responses) > 5, "it went on while it might"
     assert server.wait(15) == 1
@@ -111,6 +112,6 @@ def test_a_failing_engine_answers_everybody_and_ends_the_server(slow: Any, tmp_p
     for call in calls:
         assert "out of cheese" in call.wait().error.message()
     assert server.wait(15) == 2
-    assert "error: the process of model 'paged_llm' exited with code 1" in server.output
+    assert "error: the process of model 'paged_llm' exited with code 1" in server.output, server.output
     assert "the engine failed" in server.output
     server.assert_gone()

@@ -1,4 +1,4 @@
-"""Deadlines, priorities, and more requests than fit: the server's queue policy over an engine that blocks when full.
+"""Deadlines, priorities, preemption, and more requests than fit: the server's queue policy over an engine that blocks.
 
 A tiny random model whose steps are slowed down, in a repository whose config.pbtxt has three lines and a queue policy.
 """
@@ -15,10 +15,14 @@ from server.client import GREEDY, Call, gauges, post, wait_for
 from server.conftest import Launched
 from server.test_lifecycle import SLOW_MODEL
 
+from paged_backend.monitor.samples import scrape
+
 pytestmark = pytest.mark.server
 
 IDS = {"input_ids": [1, 5, 7], "stream": True}
 FOREVER = {**GREEDY, "max_tokens": 250, "ignore_eos": True}
+# Eight blocks all but two tokens.
+LONG = [[1, *((7 * i + 11 * j) % 150 + 5 for j in range(125))] for i in range(2)]
 CONFIG = """
 backend: "python"
 max_batch_size: 0
@@ -34,13 +38,16 @@ dynamic_batching {
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: Any, tiny_llama: Path) -> Any:
-    """`plain` runs one request at a time, the most urgent first; `full` takes in two and then blocks."""
+    """`plain` runs one request at a time, the most urgent first; `full` takes in two and then blocks; `swapping` runs
+    two of LONG, but has blocks for only one of them to go on."""
     repository = tmp_path_factory.mktemp("overload") / "models"
     arguments = {"model": str(tiny_llama), "skip_tokenizer_init": True, "num_kv_blocks": 64, "num_threads": 1}
     arguments |= {"max_num_seqs": 1}
+    swapping = {"max_num_seqs": 2, "num_kv_blocks": 17, "swap_space": 0.01, "preemption_mode": "swap"}
     for name, config, extra in (
         ("plain", CONFIG, {"scheduling_policy": "priority"}),
         ("full", CONFIG + QUEUE_POLICY, {"max_waiting_requests": 1, "when_full": "block"}),
+        ("swapping", CONFIG, swapping),
     ):
         (repository / name / "1").mkdir(parents=True)
         (repository / name / "config.pbtxt").write_text(config)
@@ -85,6 +92,64 @@ def test_a_deadline_over_http(servers: Launched) -> None:
     status, text = post(servers.http_url, "plain", "generate", body)
     assert status == 400
     assert "timeout passed" in text
+
+
+def _swapped(servers: Launched) -> tuple[float, float]:
+    """Requests that have been swapped out, and the host's blocks that they use."""
+    now = scrape(servers.metrics_url)
+    requests = now.value("paged_preempted_requests", model="swapping", mode="swap")
+    return requests, now.value("paged_host_blocks", model="swapping", state="used")
+
+
+def _wait_until_swapped(servers: Launched) -> None:
+    deadline = time.monotonic() + 10
+    while _swapped(servers) != (1, 8):
+        assert time.monotonic() < deadline, _swapped(servers)
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("way", ["cancel", "deadline", "stop"])
+def test_a_swapped_request_can_be_ended(servers: Launched, way: str) -> None:
+    first = Call(servers.grpc_url, "swapping", {"input_ids": LONG[0], "stream": True}, {**FOREVER, "max_tokens": 120})
+    first.next()
+    options = {"timeout": 1_200_000} if way == "deadline" else {"request_id": "swapped"}
+    second = Call(
+        servers.grpc_url, "swapping", {"input_ids": LONG[1], "stream": True}, {**FOREVER, "max_tokens": 120}, **options
+    )
+    _wait_until_swapped(servers)
+    if way == "cancel":
+        second.cancel()
+    elif way == "stop":
+        Call(servers.grpc_url, "swapping", {"stop": True}, request_id="swapped").wait()
+        assert "the request was cancelled" in _error(second)
+    else:
+        assert "timeout passed" in _error(second)
+    wait_for(servers.metrics_url, "swapping", timeout=5, running=1, waiting=0)
+    assert _swapped(servers) == (0, 0)
+    first.next()
+    first.cancel()
+    wait_for(servers.metrics_url, "swapping", running=0, used=0)
+
+
+def test_preemption_changes_neither_tokens_nor_counts(servers: Launched) -> None:
+    params = {**GREEDY, "max_tokens": 12, "ignore_eos": True}
+    inputs = [{"input_ids": prompt[:-1], "stream": True} for prompt in LONG]
+    before = scrape(servers.metrics_url)
+    calls = [Call(servers.grpc_url, "swapping", one, params) for one in inputs]
+    answers = [call.wait() for call in calls]
+    wait_for(servers.metrics_url, "swapping", running=0, waiting=0)
+    time.sleep(0.3)
+    now = scrape(servers.metrics_url)
+
+    def gained(name: str, **labels: str) -> float:
+        return now.value(name, model="swapping", **labels) - before.value(name, model="swapping", **labels)
+
+    assert gained("vllm:num_preemptions_total") == gained("paged_swaps_total", direction="out") >= 1
+    assert gained("vllm:generation_tokens_total") == sum(len(answer.joined("output_ids")) for answer in answers) == 24
+    assert gained("vllm:prompt_tokens_total") == gained("vllm:prefix_cache_queries_total") == 2 * 125
+    assert gained("vllm:request_success_total", finished_reason="length") == 2
+    alone = [Call(servers.grpc_url, "swapping", one, params).wait() for one in inputs]
+    assert [a.joined("output_ids") for a in answers] == [a.joined("output_ids") for a in alone]
 
 
 def test_the_urgent_request_goes_first(servers: Launched) -> None:

@@ -44,25 +44,6 @@ def test_prompt_can_be_excluded(served, model):
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)
-@pytest.mark.parametrize("empty_final", [True, False])
-@pytest.mark.parametrize(("prompt", "max_tokens"), [("Once upon a time", 1), ("Once upon a time", 4), (SILENT, 4)])
-def test_exactly_one_final(served, model, empty_final, prompt, max_tokens):
-    """Whether the last step brings text or, as an end-of-sequence token, none."""
-    for stream in (True, False):
-        inputs = {"text_input": prompt, "stream": stream}
-        call = Call(served.grpc_url, model, inputs, {**GREEDY, "max_tokens": max_tokens}, empty_final=empty_final)
-        answer = call.drain()
-        assert answer.error is None
-        # A client that did not ask for empty final responses does not see one that goes alone.
-        assert answer.finals == 1 or (not empty_final and stream and answer.finals == 0)
-        if stream:
-            assert all(answer.texts)
-            assert bool(answer.texts) == (prompt != SILENT)
-        else:
-            assert len(answer.responses) == 1
-
-
-@pytest.mark.parametrize("model", TEXT_MODELS)
 def test_counts_and_finish_reason(served, model):
     flags = {"return_finish_reason": True, "return_num_input_tokens": True, "return_num_output_tokens": True}
     params = {**GREEDY, "max_tokens": 5}
@@ -162,18 +143,9 @@ def test_log_probabilities_as_the_vllm_backend_gives_them(served, model, stream)
     assert answer.joined("cumulative_logprob")[-1] == pytest.approx(sampled, abs=1e-3)
 
 
-def test_several_outputs(served):
-    parameters = {"max_tokens": 6, "n": 3, "seed": 1, "ignore_eos": True}
+def test_several_outputs_do_not_fit_the_ensemble(served):
     inputs = {"text_input": "Once upon a time", "exclude_input_in_output": True}
-    whole = Call(served.grpc_url, "paged_llm", inputs, parameters).wait()
-    texts = [text.decode() for text in whole.joined("text_output")]
-    assert len(set(texts)) == 3
-    stream = Call(served.grpc_url, "paged_llm", {"text_input": "Once upon a time", "stream": True}, parameters).wait()
-    joined = ["", "", ""]
-    for text, index in zip(stream.joined("text_output"), stream.joined("sequence_index"), strict=True):
-        joined[index] += text.decode()
-    assert joined == texts
-    answer = Call(served.grpc_url, "paged_ensemble", inputs, parameters).wait()
+    answer = Call(served.grpc_url, "paged_ensemble", inputs, {"max_tokens": 6, "n": 3}).wait()
     assert "`n` > 1 is not supported in the ensemble" in answer.error.message()
 
 

@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from stub_stand_in import ALL_OUTPUTS, Request
 
 from paged_backend.errors import InvalidRequestError, UnsupportedError
 from paged_backend.model_source import resolve_model
@@ -14,52 +15,6 @@ from paged_backend.tokenizer import Tokenizer
 from paged_backend.triton_adapter.aliases import ALIAS_INPUTS
 from paged_backend.triton_adapter.parse import is_stop, parse_request, stop_options
 from paged_backend.triton_adapter.pb import printable
-from paged_backend.triton_adapter.tensors import LLM_OUTPUTS
-
-ALL_OUTPUTS = {spec.name for spec in LLM_OUTPUTS}
-
-
-class Tensor:
-    def __init__(self, name, array):
-        self._name, self._array = name, array
-
-    def name(self):
-        return self._name
-
-    def as_numpy(self):
-        return self._array
-
-
-class Request:
-    """The part of the stub's InferenceRequest that parsing reads; values are given as Python ones."""
-
-    def __init__(self, parameters=None, outputs=ALL_OUTPUTS, timeout_us=0, **tensors):
-        self._timeout_us = timeout_us
-        self._parameters = parameters
-        self._outputs = outputs
-        self._tensors = [Tensor(name, self._array(value)) for name, value in tensors.items()]
-
-    @staticmethod
-    def _array(value):
-        if isinstance(value, np.ndarray):
-            return value
-        if isinstance(value, bool):
-            return np.array([value])
-        if isinstance(value, (str, bytes)):
-            return np.array([value.encode() if isinstance(value, str) else value], dtype=object)
-        return np.array(value, dtype=np.int32)
-
-    def inputs(self):
-        return self._tensors
-
-    def parameters(self):
-        return "" if self._parameters is None else json.dumps(self._parameters)
-
-    def timeout(self):
-        return self._timeout_us
-
-    def requested_output_names(self):
-        return set(self._outputs)
 
 
 def refused(request, error=InvalidRequestError, **options):
@@ -90,6 +45,8 @@ def test_prompt_text_goes_before_the_output_of_token_requests():
     parsed = parse_request(Request(input_ids=[3], prompt_text="Hi", outputs=outputs))
     assert parsed.options.prefix == "Hi"
     assert parsed.options.outputs == outputs - {"finish_reason"}
+    # What the client of the ensemble sent, for errors to name.
+    assert parsed.field == "text_input"
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
 import pytest
 
-from paged_backend.config import EngineConfig, ModelShape, kv_block_bytes
+from paged_backend.config import ALIASES, IGNORED, EngineConfig, ModelShape, kv_block_bytes
 from paged_backend.errors import ConfigError, InvalidRequestError
 from paged_backend.model_source import DEMO_MODEL, resolve_model
 from paged_backend.sampling_params import SamplingParams
@@ -20,7 +21,7 @@ BAD_PARAMS = [
     *[("seed", v) for v in (1.0, "1", 2**64, -(2**63) - 1, True)],
     *[("max_tokens", v) for v in (0, -1, 1.0, "16", True)],
     *[("stop", v) for v in ("", [""], 1, ["a", 2], {"a": 1})],
-    *[("stop_token_ids", v) for v in (1, ["a"], [1.0], [True], "12", [-1])],
+    *[("stop_token_ids", v) for v in (1, 0, False, {}, "", ["a"], [1.0], [True], "12", [-1])],
     *[("ignore_eos", v) for v in (0, "true", None)],
     *[("skip_special_tokens", v) for v in (1, None)],
 ]
@@ -110,7 +111,13 @@ def test_unknown_and_contradicting_arguments():
 def test_a_vllm_model_json_works():
     text = '{"model": "m", "disable_log_requests": true, "gpu_memory_utilization": 0.5, "enforce_eager": true}'
     config = EngineConfig.from_mapping(json.loads(text))
-    assert (config.model, config.gpu_memory_utilization) == ("m", 0.5)
+    assert (config.model, config.gpu_memory_utilization, config.enforce_eager) == ("m", 0.5, True)
+
+
+def test_no_argument_is_another_name_or_without_effect():
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert not names & (IGNORED | set(ALIASES))
+    assert set(ALIASES.values()) <= names
 
 
 SHAPE = ModelShape(num_layers=32, num_kv_heads=32, head_dim=128, vocab_size=32000, max_position=4096)
