@@ -126,10 +126,11 @@ class CpuDecoder:
         self._head = PackedLinear(decoder.head.data, arena=self._arena)
         self._final_norm = decoder.final_norm.data.float()
         self._weights = 0
-        self._panels: dict[str, int] = {}
+        # Each kind of product, with the weights of one layer.
+        self._linears: dict[str, tuple[_Call, PackedLinear]] = {}
         self._cache: torch.Tensor | None = None
         # What the last step returned, and what `compute_logits` did; both are used again by steps of that size.
-        self._hidden, self._num_tokens = self._buffers.residual, max_tokens
+        self._hidden, self._num_tokens = self._buffers.residual[:0], 0
         self._logits, self._num_logits = torch.empty(0, self.config.vocab_size), 0
         # The hidden states whose logits have been computed already.
         self._logits_of: torch.Tensor | None = None
@@ -140,8 +141,6 @@ class CpuDecoder:
         self._done = np.zeros(max_tokens * self.config.num_kv_heads, dtype=np.int64)
         self._make_calls(list(decoder.layers))
         self._program = Program(self._ordered_calls())
-        for call, name in ((self._qkv, "qkv"), (self._output, "o"), (self._gate_up, "gate_up"), (self._down, "down")):
-            call.set_items(self._program, self._panels[name])
         head = (self._last_norm, self._last_linear)
         self._head_program = Program([(call.kernel, call.address(0)) for call in head])
 
@@ -184,17 +183,19 @@ class CpuDecoder:
         self._split.set(slots=metadata.slot_mapping, tokens=tokens, tokens_per_item=per_item)
         for call in (self._embed, self._norm, self._split):
             call.set_items(self._program, rows)
-        for call in (self._qkv, self._output, self._gate_up, self._down):
-            call.set(rows=tokens)
         if tokens != self._num_tokens:
             self._hidden, self._num_tokens = self._buffers.residual[:tokens], tokens
+            for call, packed in self._linears.values():
+                rows_per_item, items = packed.plan(tokens)
+                call.set(rows=tokens, rows_per_item=rows_per_item)
+                call.set_items(self._program, items)
         are_single = metadata.num_decodes == tokens
         self._plan_decode(metadata)
         self._prefill.set_items(self._program, 0 if are_single else self._plan_prefill(metadata, threads))
         if are_single:
             self._set_head(self._hidden, tokens)
         self._last_norm.set_items(self._program, tokens if are_single else 0)
-        self._last_linear.set_items(self._program, self._head.panels if are_single else 0)
+        self._last_linear.set_items(self._program, self._head.plan(tokens)[1] if are_single else 0)
         self._logits_of = self._hidden if are_single else None
         # Let go of at the next step: right after this one the code that frees tensors is not in the caches.
         self._inputs = positions, metadata
@@ -207,7 +208,7 @@ class CpuDecoder:
             return self._logits
         count = len(hidden)
         self._set_head(hidden.contiguous(), count)
-        self._head_program.items[:] = count, self._head.panels
+        self._head_program.items[:] = count, self._head.plan(count)[1]
         self._logits_of = None
         self._head_program.run(self._threads(count))
         return self._logits
@@ -267,7 +268,7 @@ class CpuDecoder:
             packed = PackedLinear(weight, bias, gated=gated, arena=self._arena)
             setattr(owner, f"{name}_weight", None)
             call.set_one(index, **packed.fields())
-            self._panels[name] = packed.panels
+            self._linears[name] = call, packed
             self._weights += packed.num_bytes
         self._norm.set_one(2 * index, weight=layer.input_norm.data.float())
         self._norm.set_one(2 * index + 1, weight=layer.post_norm.data.float())
@@ -297,7 +298,8 @@ class CpuDecoder:
             self._logits, self._num_logits = torch.empty(count, self.config.vocab_size), count
             normed = torch.empty(count, self.config.hidden_size, dtype=self._dtype)
             self._last_norm.set(out=normed, rows=count)
-            self._last_linear.set(a=normed, out=self._logits, rows=count)
+            rows_per_item, _ = self._head.plan(count)
+            self._last_linear.set(a=normed, out=self._logits, rows=count, rows_per_item=rows_per_item)
         self._last_norm.set(x=hidden)
 
     def _threads(self, tokens: int) -> int:

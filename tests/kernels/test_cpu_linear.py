@@ -15,10 +15,17 @@ SIZES = pytest.mark.parametrize(("outputs", "depth"), [(1, 2), (31, 6), (32, 34)
 def _run(
     packed: PackedLinear, a: torch.Tensor, out: torch.Tensor, epilogue: str, threads: int = 1, build=build_linear
 ) -> torch.Tensor:
+    rows_per_item, items = packed.plan(len(a))
     record = LINEAR_ARGUMENTS.pack(
-        **packed.fields(), a=a, out=out, rows=len(a), a_row=a.stride(0), out_row=out.stride(0)
+        **packed.fields(),
+        a=a,
+        out=out,
+        rows=len(a),
+        rows_per_item=rows_per_item,
+        a_row=a.stride(0),
+        out_row=out.stride(0),
     )
-    launch(build(element_type(a.dtype), epilogue), record, packed.panels, threads)
+    launch(build(element_type(a.dtype), epilogue), record, items, threads)
     return out
 
 
@@ -46,6 +53,21 @@ def test_store_and_add(outputs, depth, rows, dtype):
     _run(PackedLinear(weight, bias), a, out, "add")
     torch.testing.assert_close(out[:, :outputs].double(), 7.0 + expected + bias.double(), **tolerance)
     assert (out[:, outputs:] == 7.0).all()
+
+
+@DTYPES
+@pytest.mark.parametrize("epilogue", ["store", "add", "gated"])
+def test_many_rows_go_by_groups(epilogue, dtype):
+    """More rows than are worked on before the next panel; groups are whole but for the last."""
+    weight, a, bias = _case(100, 1200, 333, dtype)
+    gated = epilogue == "gated"
+    out = torch.zeros(333, 50 if gated else 100, dtype=dtype if gated else torch.float32)
+    packed = PackedLinear(weight, bias if gated else None, gated=gated)
+    assert packed.plan(333)[1] > packed.panels
+    _run(packed, a, out, epilogue, threads=2)
+    for row in (0, 127, 128, 200, 332):
+        alone = _run(packed, a[row : row + 1], torch.zeros_like(out[:1]), epilogue)
+        assert torch.equal(alone[0], out[row])
 
 
 @DTYPES

@@ -5,7 +5,8 @@
     gated      out[t, n] = silu(gate) * up, in the activations' own type; the weights hold gate and up
 
 where y = a @ weight.T + bias, summed in float32. A work item is one panel of outputs for all rows, so that the weights
-are read from memory once however many rows there are; at few rows that reading is all the time there is.
+are read from memory once however many rows there are; at few rows that reading is all the time there is. Where the rows
+are more than a core's own cache holds, all panels go over one group of rows after the other.
 """
 
 from functools import cache
@@ -20,9 +21,11 @@ from paged_kernels.cpu.primitives import fetch_add, pointer
 from paged_kernels.cpu.products import PANEL_OUTPUTS, TAG, gate, panel_product
 from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel
 
-LINEAR_ARGUMENTS = Arguments("a weight bias out", "rows depth outputs a_row out_row has_bias")
+LINEAR_ARGUMENTS = Arguments("a weight bias out", "rows rows_per_item panels depth outputs a_row out_row has_bias")
 EPILOGUES = ("store", "add", "gated")
 _HALF = PANEL_OUTPUTS // 2
+_GROUP_BYTES = 384 << 10  # of activations that all panels go over
+_GROUP_ROWS = 64  # at least, so that panels are not read too often
 _CHUNK_BYTES = 1 << 18  # of a panel, used by all rows while it is in the core's own cache
 
 
@@ -67,7 +70,15 @@ class PackedLinear:
         bias = self.bias if has_bias else self.weight
         return {
             "weight": self.weight, "bias": bias, "has_bias": has_bias, "depth": self.depth, "outputs": self.outputs,
+            "panels": self.panels,
         }  # fmt: skip
+
+    def plan(self, rows: int) -> tuple[int, int]:
+        """(rows per item, items) of a call."""
+        most = max(_GROUP_ROWS, _GROUP_BYTES // (self.depth * self.weight.element_size()))
+        groups = -(-rows // most)
+        per_item = -(-rows // (8 * groups)) * 8
+        return per_item, -(-rows // per_item) * self.panels
 
 
 def _interleaved(weight: torch.Tensor) -> torch.Tensor:
@@ -98,34 +109,44 @@ def build_linear(element: type, epilogue: str):
         bias = carray(pointer(args.bias), UNBOUNDED, np.float32)
         out = carray(pointer(args.out), UNBOUNDED, out_element)
         counter = carray(taken, 1)
-        group = 8 if args.depth <= chunk else min(args.rows, 256)
-        c = np.empty(group * width, dtype=np.float32)
+        plain = carray(pointer(args.out), UNBOUNDED, np.float32)
+        block = 8 if args.depth <= chunk else min(args.rows_per_item, 256)
+        c = np.empty(block * width, dtype=np.float32)
         done = 0
         while True:
-            panel = fetch_add(counter, 0)
-            if panel >= items:
+            item = fetch_add(counter, 0)
+            if item >= items:
                 return done
             done += 1
-            for first in range(0, args.rows, group):
-                end = min(args.rows, first + group)
+            group = item // args.panels
+            panel = item - group * args.panels
+            # Sums that nothing is done to are taken in place.
+            direct = not gated and not args.has_bias and (panel + 1) * width <= args.outputs
+            sums, row_size = (plain, args.out_row) if direct else (c, width)
+            group_end = min(args.rows, (group + 1) * args.rows_per_item)
+            for first in range(group * args.rows_per_item, group_end, block):
+                end = min(group_end, first + block)
+                start = first * args.out_row + panel * width if direct else 0
                 for k in range(0, args.depth, chunk):
-                    depth = min(chunk, args.depth - k)
+                    depth, more = min(chunk, args.depth - k), k + (direct and add)
                     at = (panel * args.depth + k) * width
                     row = first
                     while row < end:
-                        to, source, left = (row - first) * width, row * args.a_row + k, end - row
+                        to, source, left = start + (row - first) * row_size, row * args.a_row + k, end - row
                         if left >= 8:
-                            panel_product(c, to, width, k, a, source, args.a_row, weight, at, depth, 8)
+                            panel_product(sums, to, row_size, more, a, source, args.a_row, weight, at, depth, 8)
                             row += 8
                         elif left >= 4:
-                            panel_product(c, to, width, k, a, source, args.a_row, weight, at, depth, 4)
+                            panel_product(sums, to, row_size, more, a, source, args.a_row, weight, at, depth, 4)
                             row += 4
                         elif left >= 2:
-                            panel_product(c, to, width, k, a, source, args.a_row, weight, at, depth, 2)
+                            panel_product(sums, to, row_size, more, a, source, args.a_row, weight, at, depth, 2)
                             row += 2
                         else:
-                            panel_product(c, to, width, k, a, source, args.a_row, weight, at, depth, 1)
+                            panel_product(sums, to, row_size, more, a, source, args.a_row, weight, at, depth, 1)
                             row += 1
+                if direct:
+                    continue
                 for row in range(first, end):
                     at = (row - first) * width
                     if args.has_bias:
@@ -143,11 +164,7 @@ def build_linear(element: type, epilogue: str):
                     else:
                         many = min(width, args.outputs - panel * width)
                         where = row * args.out_row + panel * width
-                        if add:
-                            for i in range(many):
-                                out[where + i] += c[at + i]
-                        else:
-                            for i in range(many):
-                                out[where + i] = c[at + i]
+                        for i in range(many):
+                            out[where + i] = c[at + i] + (out[where + i] if add else np.float32(0.0))
 
     return compile_kernel(linear, LINEAR_ARGUMENTS)
