@@ -4,8 +4,9 @@
 
 Prints the tokens per second of `--streams` concurrent streams, and the median time to the first token (TTFT) of one
 stream at a time, both ways. Rounds alternate between the two, so that a machine that changes its speed changes both.
-The clients share the machine with the server: on few cores, what they use is part of the difference. Each prompt is
-used once, so no round profits from another's prefix cache.
+The clients share the machine with the server: on few cores, what they use is part of the difference, so the CPU time
+of clients, server and model process is printed too. Each prompt is used once, so no round profits from another's prefix
+cache.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -113,8 +115,8 @@ class ThroughServer:
 
 
 @contextlib.contextmanager
-def server(model: str) -> Iterator[str]:
-    """A server of the project's model repository on free ports; its gRPC address."""
+def server(model: str) -> Iterator[tuple[str, int]]:
+    """A server of the project's model repository on free ports; its gRPC address and the process id of its launcher."""
     ports = [f"--{service}-port=0" for service in ("http", "grpc", "metrics")]
     command = [sys.executable, "-m", "paged_backend.cli", "serve", f"--model={model}", *ports]
     with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log) as process:
@@ -124,7 +126,7 @@ def server(model: str) -> Iterator[str]:
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise SystemExit(f"the server did not start:\n{_text(log)}")
                 time.sleep(0.2)
-            yield found[1]
+            yield found[1], process.pid
         finally:
             process.terminate()
 
@@ -132,6 +134,27 @@ def server(model: str) -> Iterator[str]:
 def _text(log: object) -> str:
     log.seek(0)  # type: ignore[attr-defined]
     return log.read()  # type: ignore[attr-defined]
+
+
+def cpu_seconds(launcher: int) -> dict[str, float]:
+    """CPU time so far: of this process, the clients, and of the server's processes by their kind."""
+    spent = {"clients": time.process_time(), "server": 0.0, "model": 0.0}
+    tick = os.sysconf("SC_CLK_TCK")
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            name, fields = re.fullmatch(r"\d+ \((.*)\) (.*)", stat.read_text().strip()).groups()  # type: ignore[union-attr]
+            values = fields.split()
+            kind = {"tritonserver": "server", "triton_python_b": "model"}.get(name)
+            # The launcher starts the server in a session of its own making.
+            if kind and _descends(int(stat.parent.name), launcher):
+                spent[kind] += (int(values[11]) + int(values[12])) / tick
+    return spent
+
+
+def _descends(pid: int, ancestor: int) -> bool:
+    while pid > 1 and pid != ancestor:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid == ancestor
 
 
 def tokens_per_second(run: Callable[[int], int], streams: int) -> float:
@@ -152,16 +175,23 @@ def main() -> None:
     engine = EngineAlone(EngineConfig(model=model), parsed.tokens)
     rates: dict[str, list[float]] = {"engine": [], "server": []}
     firsts: dict[str, list[float]] = {"engine": [], "server": []}
-    with server(model) as url:
+    spent: list[dict[str, float]] = []
+    with server(model) as (url, launcher):
         ways = {"engine": engine, "server": ThroughServer(url, parsed.tokens)}
         for way in ways.values():
             way.together(2)
         for _ in range(parsed.rounds):
             for name, way in ways.items():
+                before = cpu_seconds(launcher)
                 rates[name].append(tokens_per_second(way.together, parsed.streams))
+                if name == "server":
+                    spent.append({kind: value - before[kind] for kind, value in cpu_seconds(launcher).items()})
                 firsts[name] += [way.first_token() for _ in range(parsed.singles)]
     engine.close()
     report(rates, firsts, parsed.streams)
+    tokens = parsed.streams * parsed.tokens
+    print("CPU time per token through the server: ", end="")
+    print(", ".join(f"{kind} {1e3 * statistics.median(s[kind] for s in spent) / tokens:.2f} ms" for kind in spent[0]))
 
 
 def report(rates: dict[str, list[float]], firsts: dict[str, list[float]], streams: int) -> None:
