@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 
@@ -19,6 +20,8 @@ def model(monkeypatch, tmp_path, text_model):
     """A loaded model with a tiny engine; unloaded with the test if not by it."""
     install(monkeypatch)
     monkeypatch.setenv("PAGED_BACKEND_DRAIN_SECONDS", "0")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "300000")
+    monkeypatch.delenv("GOMP_SPINCOUNT")
     (tmp_path / "1").mkdir()
     arguments = {"model": str(text_model), "num_kv_blocks": 64, "block_size": 16, "num_threads": 1, "device": "cpu"}
     (tmp_path / "1" / "model.json").write_text(json.dumps(arguments))
@@ -52,6 +55,10 @@ def answers(model, *requests):
     assert model.execute([request for _, request in requests]) is None
     wait_for(lambda: all(sender.finals for sender, _ in requests))
     return [sender for sender, _ in requests]
+
+
+def test_idle_compute_threads_sleep_soon(model):
+    assert int(os.environ["GOMP_SPINCOUNT"]) < 100_000
 
 
 def test_a_bad_request_of_a_call_fails_alone(model):
