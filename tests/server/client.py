@@ -95,6 +95,11 @@ class Call:
             **options,
         )
 
+    @property
+    def ended(self) -> bool:
+        """Whether the final response has been looked at."""
+        return bool(self._answer.finals)
+
     def next(self, timeout: float = TIMEOUT) -> dict[str, list]:
         """The tensors of the next response.
 
