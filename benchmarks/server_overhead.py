@@ -145,7 +145,6 @@ def cpu_seconds(launcher: int) -> dict[str, float]:
             name, fields = re.fullmatch(r"\d+ \((.*)\) (.*)", stat.read_text().strip()).groups()  # type: ignore[union-attr]
             values = fields.split()
             kind = {"tritonserver": "server", "triton_python_b": "model"}.get(name)
-            # The launcher starts the server in a session of its own making.
             if kind and _descends(int(stat.parent.name), launcher):
                 spent[kind] += (int(values[11]) + int(values[12])) / tick
     return spent

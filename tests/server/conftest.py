@@ -6,6 +6,7 @@ servers on other repositories, one test's own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -136,18 +137,26 @@ def copy_repository(folder: Path, **arguments: Any) -> Path:
     return repository
 
 
+@contextlib.contextmanager
+def serving(log: Path, *options: str, timeout: float = 120.0) -> Iterator[Launched]:
+    """A server for the length of a block; it must end well and leave nothing behind."""
+    launched = Launched(log, *options)
+    try:
+        yield launched.wait_ready(timeout=timeout)
+    finally:
+        code = launched.stop()
+    assert code == 0, launched.output
+    launched.assert_gone()
+
+
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
     """The project's model repository with the demo model: `.http_url .grpc_url .metrics_url .pid`."""
     folder = tmp_path_factory.mktemp("served")
     repository = copy_repository(folder)
-    launched = Launched(folder / "log", f"--model-repository={repository}", f"--model={DEMO_MODEL}")
-    try:
-        yield launched.wait_ready(timeout=240.0)
-    finally:
-        code = launched.stop()
-    assert code == 0, launched.output
-    launched.assert_gone()
+    options = (f"--model-repository={repository}", f"--model={DEMO_MODEL}")
+    with serving(folder / "log", *options, timeout=240.0) as launched:
+        yield launched
     launched.assert_no_files()
 
 

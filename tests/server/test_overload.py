@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from server.client import GREEDY, Call, gauges, post, wait_for
-from server.conftest import Launched
+from server.conftest import Launched, serving
 from server.test_lifecycle import SLOW_MODEL
 
 from paged_backend.monitor.samples import scrape
@@ -53,13 +53,8 @@ def servers(tmp_path_factory: Any, tiny_llama: Path) -> Any:
         (repository / name / "config.pbtxt").write_text(config)
         (repository / name / "1" / "model.json").write_text(json.dumps(arguments | extra))
         (repository / name / "1" / "model.py").write_text(SLOW_MODEL)
-    server = Launched(repository.parent / "log", f"--model-repository={repository}", "--drain-seconds=0")
-    try:
-        yield server.wait_ready(timeout=120.0)
-    finally:
-        code = server.stop()
-    assert code == 0, server.output
-    server.assert_gone()
+    with serving(repository.parent / "log", f"--model-repository={repository}", "--drain-seconds=0") as launched:
+        yield launched
 
 
 def _error(call: Call) -> str:

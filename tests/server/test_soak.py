@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 from server.client import GREEDY, ROOT, Call, wait_for
-from server.conftest import Launched
+from server.conftest import Launched, serving
 
 from paged_backend.monitor.samples import scrape
 from paged_backend.triton_adapter.metric_names import COUNTERS
@@ -44,13 +44,8 @@ def server(tmp_path_factory: Any, tiny_llama: Path) -> Iterator[Launched]:
     shutil.copytree(ROOT / "model_repository" / "paged_llm", model, ignore=shutil.ignore_patterns("__pycache__"))
     arguments = {"model": str(tiny_llama), "skip_tokenizer_init": True, "num_kv_blocks": BLOCKS, "max_num_seqs": 64}
     (model / "1" / "model.json").write_text(json.dumps({**arguments, "num_threads": 1, "dtype": "float32"}))
-    launched = Launched(model.parent.parent / "log", f"--model-repository={model.parent}")
-    try:
-        yield launched.wait_ready(timeout=120.0)
-    finally:
-        code = launched.stop()
-    assert code == 0, launched.output
-    launched.assert_gone()
+    with serving(model.parent.parent / "log", f"--model-repository={model.parent}") as launched:
+        yield launched
 
 
 @pytest.fixture(scope="module")

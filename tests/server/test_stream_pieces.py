@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from server.client import GREEDY, ROOT, Answer, Call
-from server.conftest import Launched
+from server.conftest import Launched, serving
 
 from paged_backend.model_source import resolve_model
 from paged_backend.tokenizer import Tokenizer
@@ -59,13 +59,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, text_model: Path) -> Iterat
         (ensemble / "1").mkdir(parents=True)
         config = (source / "paged_ensemble" / "config.pbtxt").read_text()
         (ensemble / "config.pbtxt").write_text(config.replace('"paged_llm"', f'"llm_{interval}"'))
-    launched = Launched(repository.parent / "log", f"--model-repository={repository}")
-    try:
-        yield launched.wait_ready(timeout=120.0)
-    finally:
-        code = launched.stop()
-    assert code == 0, launched.output
-    launched.assert_gone()
+    with serving(repository.parent / "log", f"--model-repository={repository}") as launched:
+        yield launched
 
 
 @pytest.fixture(scope="module")

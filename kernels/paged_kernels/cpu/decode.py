@@ -19,7 +19,7 @@ from numba import carray
 from paged_kernels.cpu.micro import load_row, multiplies_bfloat16, row_softmax
 from paged_kernels.cpu.primitives import fetch_add, pointer, prefetch
 from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel, element_type, launch, thread_count
-from paged_kernels.cpu.tiles import TILE_TAG, padded, tile_scores, tile_values
+from paged_kernels.cpu.tiles import TILE_TAG, look_up, padded, tile_scores, tile_values
 
 SPLIT_TOKENS = 128
 _TILE = 64  # tokens per online-softmax step; a multiple of 16
@@ -41,24 +41,6 @@ def _range(args, lens, chunk_seq, chunk_at, chunk):
     begin = max(0, length - args.window)
     cut = (begin // SPLIT_TOKENS + chunk - chunk_at[seq]) * SPLIT_TOKENS
     return seq, max(begin, cut), min(length, cut + SPLIT_TOKENS)
-
-
-@numba.njit
-def _look_up(args, tables, k_at, v_at, to, seq, head, start, span):
-    """Where keys and values of `span` tokens from `start` lie, at k_at[to:] and v_at[to:], in whole sixteens."""
-    page = start // args.block_size
-    within = start - page * args.block_size
-    block = np.int64(0)
-    for i in range(span):
-        if i == 0 or within == args.block_size:
-            page += i > 0
-            within = within if i == 0 else 0
-            block = np.int64(tables[seq * args.table_row + page])
-        k_at[to + i] = block * args.k_block + head * args.k_head + within * args.k_token
-        v_at[to + i] = block * args.v_block + head * args.v_head + within * args.v_token
-        within += 1
-    for i in range(span, (span + 15) // 16 * 16):
-        k_at[to + i], v_at[to + i] = k_at[to + span - 1], v_at[to + span - 1]
 
 
 @cache
@@ -98,7 +80,7 @@ def build_decode(head_dim: int, group: int, element: type):
         coming = fetch_add(counter, 0)
         if coming < items:
             seq, start, end = _range(args, lens, chunk_seq, chunk_at, coming // blocks)
-            _look_up(
+            look_up(
                 args, tables, k_at, v_at, here, seq, coming % blocks * together, start, max(0, min(tile, end - start))
             )
         while coming < items:
@@ -125,7 +107,7 @@ def build_decode(head_dim: int, group: int, element: type):
                         next_head = coming % blocks * together
                         next_seq, next_at, next_end = _range(args, lens, chunk_seq, chunk_at, coming // blocks)
                 next_span = max(0, min(tile, next_end - next_at))
-                _look_up(args, tables, k_at, v_at, ahead, next_seq, next_head, next_at, next_span)
+                look_up(args, tables, k_at, v_at, ahead, next_seq, next_head, next_at, next_span)
                 span = max(0, min(tile, end - t0))
                 whole = (span + 15) // 16 * 16
                 # Heads in the inner loops: those of a block lie one after the other.

@@ -6,7 +6,7 @@ widens them to what the machine has: SSE, AVX2, AVX-512, NEON), so speed does no
 
 Conventions. Arrays are flat and C-contiguous, addressed by an element offset; `float32` arrays hold values,
 `uint16` arrays hold bfloat16 bits (widened on load by a shift of 16). Sizes that shape the code (head_dim,
-rows) must be compile-time literals. Softmax is in base 2: scores arrive multiplied by log2(e). Nothing here
+rows) must be compile-time literals. Softmax is in base 2: the scale of scores holds log2(e). Nothing here
 knows about pages, sequences or threads; `tiles.py`, `products.py` and the kernels call it.
 
 The instructions carry their own fast-math flags (contract everywhere, reassoc on horizontal sums). Callers
@@ -142,9 +142,6 @@ class _Emit:
         one = self.b.insert_element(ir.Constant(vec, ir.Undefined), scalar, ir.Constant(_I32, 0))
         mask = ir.Constant(ir.VectorType(_I32, width), [0] * width)
         return self.b.shuffle_vector(one, ir.Constant(vec, ir.Undefined), mask)
-
-    def scalar(self, base, offset):
-        return self.b.load(self.b.gep(base[0], [offset]))
 
     def fma(self, x, y, acc):
         return self.b.fadd(acc, self.b.fmul(x, y, flags=_CONTRACT), flags=_CONTRACT)

@@ -25,7 +25,7 @@ from paged_kernels.cpu.micro import copy_row, load_row, multiplies_bfloat16, row
 from paged_kernels.cpu.primitives import fetch_add, pointer
 from paged_kernels.cpu.products import PANEL_OUTPUTS, ROW_BLOCKS, panel_product
 from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel, element_type, launch, thread_count
-from paged_kernels.cpu.tiles import LANES, TILE_TAG, pack_keys, pack_values
+from paged_kernels.cpu.tiles import LANES, TILE_TAG, look_up, pack_keys, pack_values
 
 ROWS = ROW_BLOCKS[0]
 """Query rows multiplied at a time."""
@@ -66,7 +66,7 @@ def build_prefill(head_dim: int, element: type):
         tile_seq = carray(pointer(args.tile_seq), args.tiles, np.int32)
         tile_at = carray(pointer(args.tile_at), args.tiles, np.int32)
         counter = carray(taken, 1)
-        heads, per_token, block_size = args.heads, args.group, args.block_size
+        heads, per_token = args.heads, args.group
         height = (args.tokens_per_tile * per_token + ROWS - 1) // ROWS * ROWS
         query = np.zeros(height * dim, dtype=element)
         keys = np.zeros(tile * dim, dtype=element)
@@ -77,8 +77,8 @@ def build_prefill(head_dim: int, element: type):
         top = np.empty(height, dtype=np.float32)
         norm = np.empty(height, dtype=np.float32)
         alpha = np.empty(height, dtype=np.float32)
-        k_at = np.empty(tile, dtype=np.int64)
-        v_at = np.empty(tile, dtype=np.int64)
+        k_at = np.empty(tile + LANES, dtype=np.int64)
+        v_at = np.empty(tile + LANES, dtype=np.int64)
         done = 0
         while True:
             item = fetch_add(counter, 0)
@@ -105,17 +105,7 @@ def build_prefill(head_dim: int, element: type):
             oldest = max(0, pos0 - args.window + 1)  # the first token that any row sees
             for t0 in range(oldest // tile * tile, pos0 + count, tile):
                 skip, stop = max(0, oldest - t0), min(tile, pos0 + count - t0)
-                page = (t0 + skip) // block_size
-                within = t0 + skip - page * block_size
-                block = np.int64(tables[seq * args.table_row + page])
-                for i in range(skip, stop):
-                    if within == block_size:
-                        within = 0
-                        page += 1
-                        block = np.int64(tables[seq * args.table_row + page])
-                    k_at[i] = block * args.k_block + head * args.k_head + within * args.k_token
-                    v_at[i] = block * args.v_block + head * args.v_head + within * args.v_token
-                    within += 1
+                look_up(args, tables, k_at, v_at, skip, seq, head, t0 + skip, stop - skip)
                 # Nobody sees these; their addresses must be those of something.
                 for i in range(skip):
                     k_at[i], v_at[i] = k_at[skip], v_at[skip]

@@ -4,14 +4,16 @@ Where each token's row is, an array of element offsets says, so that pages end h
 offsets of valid rows also for the tokens that pad a tile; what is computed for those is masked or weighs nothing.
 
 Scores put tokens along the lanes: each token's products are summed lane by lane, and the sums of 16 tokens are then
-folded into one vector of 16 scores by a tree of shuffles, which takes a third of the work of 16 horizontal sums.
+folded into one vector of 16 scores by a tree of shuffles.
 bfloat16 is multiplied in pairs (`_Emit.pair_products`): along head_dim for scores, along tokens for weighted sums. The
-order of every sum is fixed by the sizes alone. Knows nothing of pages, sequences or threads.
+order of every sum is fixed by the sizes alone. Only `look_up` knows pages; nothing here knows sequences or threads.
 """
 
 import zlib
 from pathlib import Path
 
+import numba
+import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
@@ -25,6 +27,27 @@ TILE_TAG = zlib.crc32(Path(__file__).read_bytes(), TAG)
 LANES = 16
 _HELD_ROWS, _HELD_DIMS = 4, 64  # sums kept in registers at once
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+
+
+@numba.njit
+def look_up(args, tables, k_at, v_at, to, seq, head, start, span):
+    """Where keys and values of `span` tokens from `start` lie, at k_at[to:] and v_at[to:], in whole sixteens.
+
+    args: the record of an attention kernel. tables: int32, rows of block ids. k_at, v_at: int64, element offsets.
+    """
+    page = start // args.block_size
+    within = start - page * args.block_size
+    block = np.int64(0)
+    for i in range(span):
+        if i == 0 or within == args.block_size:
+            page += i > 0
+            within = within if i == 0 else 0
+            block = np.int64(tables[seq * args.table_row + page])
+        k_at[to + i] = block * args.k_block + head * args.k_head + within * args.k_token
+        v_at[to + i] = block * args.v_block + head * args.v_head + within * args.v_token
+        within += 1
+    for i in range(span, (span + 15) // 16 * 16):
+        k_at[to + i], v_at[to + i] = k_at[to + span - 1], v_at[to + span - 1]
 
 
 def padded(head_dim: int) -> int:
