@@ -197,8 +197,10 @@ def _supervise(server: process.ServerProcess, log: ServerLog, stubs: StubWatch, 
         if stop.wait(_POLL_SECONDS):
             return
         if server.exit_code is not None:
+            before = [
+                f"the process of model {stub.model!r} {stub.ending}; then " for stub in stubs.dead_before_server()
+            ]
             log.join(2.0)
-            before = [f"the process of model {stub.model!r} {stub.ending}; then " for stub in stubs.seen_dead]
             raise LaunchError(f"{''.join(before)}the server {_ending(server.exit_code)}", log.explain())
 
 

@@ -1,8 +1,9 @@
 """The python backend's stub processes of a running server: which live, which have died, and asking them to drain.
 
-A stub that dies is not noticed by the server: its model stays "ready" and clients in flight wait for ever. The dead
-process stays a zombie child of the server, which is what is looked for here; a stub that ends in an orderly way
-(a model being unloaded) is a zombie only for a moment. Knows /proc and the stub's command line. Called by the launcher.
+A stub that dies is not noticed by the server: its model stays "ready" and clients in flight wait for ever; or, if it
+was about to send something, the server aborts. The dead process stays a zombie child of the server, or of the launcher
+after it, which is what is looked for here; a stub that ends in an orderly way (a model being unloaded) is a zombie only
+for a moment. Knows /proc and the stub's command line. Called by the launcher.
 """
 
 from __future__ import annotations
@@ -48,9 +49,13 @@ class StubWatch:
         self._sightings: dict[int, int] = {}
         self._seen_dead: dict[int, DeadStub] = {}
 
-    @property
-    def seen_dead(self) -> list[DeadStub]:
-        """The stubs that were dead when last looked at, sure or not: should the server be gone too, they went first."""
+    def dead_before_server(self) -> list[DeadStub]:
+        """The stubs that were dead, sure or not, when the server ended; to be asked as soon as it has."""
+        for pid in _children(os.getpid()):  # which inherits the server's, see process.py
+            status = _zombie_status(pid)
+            # Without their server the others end as well, but by themselves.
+            if status is not None and os.WIFSIGNALED(status) and pid in self._models:
+                self._seen_dead[pid] = DeadStub(pid, self._models[pid], status)
         return list(self._seen_dead.values())
 
     def poll(self) -> list[DeadStub]:

@@ -28,6 +28,26 @@ DEMO_MODEL = "smollm2-135m-instruct"
 _PORTS = re.compile(r"^HTTP (\S+)  gRPC (\S+)  metrics (\S+)/metrics", re.MULTILINE)
 _SHARED_MEMORY = Path("/dev/shm")
 
+# A model.py whose steps are slowed down, so that requests to a tiny model live as long as a test needs.
+STEP_SECONDS = 0.1
+SLOW_MODEL = f"""
+import os, time
+from paged_backend.triton_adapter.backend import LLMModel
+
+class TritonPythonModel(LLMModel):
+    def initialize(self, args):
+        super().initialize(args)
+        execute = self._engine.worker.execute
+
+        def slowly(plan):
+            if os.path.exists(os.path.join(args["model_repository"], "fail")):
+                raise RuntimeError("out of cheese")
+            time.sleep({STEP_SECONDS})
+            return execute(plan)
+
+        self._engine.worker.execute = slowly
+"""
+
 
 class Launched:
     """One `paged-backend serve`, on ports the system chose.

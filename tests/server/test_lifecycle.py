@@ -13,31 +13,13 @@ from typing import Any
 import psutil
 import pytest
 from server.client import GREEDY, ROOT, Call, wait_for
-from server.conftest import Launched
+from server.conftest import SLOW_MODEL, Launched
 
 pytestmark = pytest.mark.server
 
 IDS = {"input_ids": [1, 5, 7], "stream": True}
-# The tiny model's context is 256 tokens; its steps are slowed down so that requests live as long as a test needs.
+# The tiny model's context is 256 tokens.
 FOREVER = {**GREEDY, "max_tokens": 250, "ignore_eos": True}
-STEP_SECONDS = 0.1
-SLOW_MODEL = f"""
-import os, time
-from paged_backend.triton_adapter.backend import LLMModel
-
-class TritonPythonModel(LLMModel):
-    def initialize(self, args):
-        super().initialize(args)
-        execute = self._engine.worker.execute
-
-        def slowly(plan):
-            if os.path.exists(os.path.join(args["model_repository"], "fail")):
-                raise RuntimeError("out of cheese")
-            time.sleep({STEP_SECONDS})
-            return execute(plan)
-
-        self._engine.worker.execute = slowly
-"""
 
 
 @pytest.fixture

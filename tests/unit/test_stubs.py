@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from paged_backend.server.stubs import StubWatch
 
 
 @pytest.fixture
-def start(tmp_path):
-    """Starts a child under the stub's name; as `sleep`, it ends with code 1 unless its argument is a number."""
-    binary = tmp_path / "triton_python_backend_stub"
-    shutil.copy(shutil.which("sleep"), binary)
+def binary(tmp_path) -> Path:
+    """A program of the stub's name; as `sleep`, it ends with code 1 unless its argument is a number."""
+    path = tmp_path / "triton_python_backend_stub"
+    shutil.copy(shutil.which("sleep"), path)
+    return path
+
+
+@pytest.fixture
+def start(binary):
+    """Starts a stub with an argument."""
     started = []
 
     def run(argument: str) -> subprocess.Popen:
@@ -28,6 +37,15 @@ def start(tmp_path):
     for process in started:
         process.kill()
         process.wait()
+
+
+@pytest.fixture
+def heir() -> Iterator[None]:
+    """This process inherits its children's children, as the launcher does."""
+    set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
+    yield
+    ctypes.CDLL(None).prctl(set_child_subreaper, 0, 0, 0, 0)
 
 
 def _wait_until_dead(pid: int) -> None:
@@ -43,7 +61,7 @@ def test_a_dead_stub_is_reported_once_it_is_sure(start):
     _wait_until_dead(dead.pid)
     assert watch.poll() == []
     # Should the server go too before that is sure, it is known who went first.
-    assert [(stub.pid, stub.ending) for stub in watch.seen_dead] == [(dead.pid, "exited with code 1")]
+    assert [(stub.pid, stub.ending) for stub in watch.dead_before_server()] == [(dead.pid, "exited with code 1")]
     reported = [stub.pid for _ in range(10) for stub in watch.poll()]
     assert reported == [dead.pid]
 
@@ -56,4 +74,21 @@ def test_a_stub_that_was_collected_ended_as_it_should(start):
     watch.poll()
     ended.wait()
     assert watch.poll() == []
-    assert watch.seen_dead == []
+    assert watch.dead_before_server() == []
+
+
+def test_a_stub_whose_server_aborts_at_once_is_known_all_the_same(binary, heir):
+    server = subprocess.Popen(["sh", "-c", f"{binary} 60 & {binary} 61 & exec sleep 62"])
+    watch = StubWatch(server.pid)
+    while [child.cmdline()[:1] for child in psutil.Process(server.pid).children()] != [[str(binary)]] * 2:
+        time.sleep(0.01)
+    killed, other = psutil.Process(server.pid).children()
+    assert watch.poll() == []
+    killed.kill()
+    _wait_until_dead(killed.pid)
+    server.kill()
+    server.wait()
+    found = watch.dead_before_server()
+    other.kill()
+    assert [os.waitpid(child.pid, 0)[0] for child in (killed, other)] == [killed.pid, other.pid]
+    assert [(stub.pid, stub.ending) for stub in found] == [(killed.pid, "was killed by signal 9 (SIGKILL)")]
