@@ -56,13 +56,14 @@ def test_heads_in_several_items(dtype):
     check_attention(batch, "cpu")
 
 
-def test_without_bfloat16_instructions(monkeypatch):
-    """The widening products, which other machines use."""
-    for module in (micro, decode, prefill):
-        monkeypatch.setattr(module, "multiplies_bfloat16", lambda: False)
+@pytest.mark.parametrize("features", [(), ("avx512f",)])
+@DTYPES
+def test_with_fewer_instructions(dtype, features, monkeypatch):
+    """What machines without AVX512-BF16, or without AVX-512, use."""
+    monkeypatch.setattr(micro, "_may_use", lambda feature: feature in features)
     monkeypatch.setattr(decode, "build_decode", decode.build_decode.__wrapped__)
     monkeypatch.setattr(prefill, "build_prefill", prefill.build_prefill.__wrapped__)
-    check_attention(mixed_batch(16, 80, 3, torch.bfloat16), "cpu")
+    check_attention(mixed_batch(16, 80, 3, dtype), "cpu")
 
 
 @DTYPES

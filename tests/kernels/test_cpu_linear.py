@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paged_kernels.cpu import linear, micro
+from paged_kernels.cpu import micro
 from paged_kernels.cpu.linear import LINEAR_ARGUMENTS, PackedLinear, build_linear
 from paged_kernels.cpu.runtime import element_type, launch
 
@@ -111,10 +111,11 @@ def test_bits_depend_on_the_row_alone(dtype):
         assert torch.equal(alone[0], together[row])
 
 
-def test_without_bfloat16_instructions(monkeypatch):
-    """The widening products, which other machines use, give the same up to rounding."""
-    weight, a, _ = _case(50, 66, 11, torch.bfloat16)
-    monkeypatch.setattr(micro, "multiplies_bfloat16", lambda: False)
-    monkeypatch.setattr(linear, "multiplies_bfloat16", lambda: False)
-    out = _run(PackedLinear(weight), a, torch.empty(11, 50), "store", build=build_linear.__wrapped__)
+@pytest.mark.parametrize("features", [(), ("avx512f",)])
+@DTYPES
+def test_with_fewer_instructions(dtype, features, monkeypatch):
+    """What machines without AVX512-BF16, or without AVX-512, use gives the same up to rounding."""
+    weight, a, _ = _case(50, 66, 23, dtype)
+    monkeypatch.setattr(micro, "_may_use", lambda feature: feature in features)
+    out = _run(PackedLinear(weight), a, torch.empty(23, 50), "store", build=build_linear.__wrapped__)
     torch.testing.assert_close(out.double(), a.double() @ weight.double().T, rtol=1e-5, atol=2e-4)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numba import carray
 
-from paged_kernels.cpu.micro import load_row, multiplies_bfloat16, row_softmax
+from paged_kernels.cpu.micro import code_tag, load_row, row_softmax
 from paged_kernels.cpu.primitives import fetch_add, pointer, prefetch
 from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel, element_type, launch, thread_count
 from paged_kernels.cpu.tiles import TILE_TAG, look_up, padded, tile_scores, tile_values
@@ -46,7 +46,7 @@ def _range(args, lens, chunk_seq, chunk_at, chunk):
 @cache
 def build_decode(head_dim: int, group: int, element: type):
     """The kernel for one head size and group. Longer than a screen because of what `decode` in it says."""
-    tag, dim, width, rows, tile = TILE_TAG + multiplies_bfloat16(), head_dim, padded(head_dim), group, _TILE
+    tag, dim, width, rows, tile = TILE_TAG + code_tag(), head_dim, padded(head_dim), group, _TILE
 
     per_line = 64 // np.dtype(element).itemsize
 

@@ -16,9 +16,9 @@ import torch
 from numba import carray
 
 from paged_kernels.cpu.memory import Arena
-from paged_kernels.cpu.micro import load_row, multiplies_bfloat16
+from paged_kernels.cpu.micro import code_tag, load_row
 from paged_kernels.cpu.primitives import fetch_add, pointer
-from paged_kernels.cpu.products import PANEL_OUTPUTS, TAG, gate, panel_product
+from paged_kernels.cpu.products import PANEL_OUTPUTS, ROW_BLOCKS, TAG, gate, panel_product
 from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel
 
 LINEAR_ARGUMENTS = Arguments("a weight bias out", "rows rows_per_item panels depth outputs a_row out_row has_bias")
@@ -77,7 +77,7 @@ class PackedLinear:
         """(rows per item, items) of a call."""
         most = max(_GROUP_ROWS, _GROUP_BYTES // (self.depth * self.weight.element_size()))
         groups = -(-rows // most)
-        per_item = -(-rows // (8 * groups)) * 8
+        per_item = -(-rows // (ROW_BLOCKS[0] * groups)) * ROW_BLOCKS[0]
         return per_item, -(-rows // per_item) * self.panels
 
 
@@ -94,8 +94,7 @@ def _interleaved(weight: torch.Tensor) -> torch.Tensor:
 def build_linear(element: type, epilogue: str):
     """The kernel for one type of weights and activations and one of EPILOGUES. Longer than a screen because the sizes
     must reach the intrinsics as literals of one function."""
-    # The code depends on what the products use, so the disk cache's key must too.
-    tag, width, half = TAG + multiplies_bfloat16(), PANEL_OUTPUTS, _HALF
+    tag, width, half, many_rows = TAG + code_tag(), PANEL_OUTPUTS, _HALF, ROW_BLOCKS[0]
     chunk = _CHUNK_BYTES // (PANEL_OUTPUTS * np.dtype(element).itemsize)
     gated, add = epilogue == "gated", epilogue == "add"
     out_element = element if gated else np.float32
@@ -110,7 +109,7 @@ def build_linear(element: type, epilogue: str):
         out = carray(pointer(args.out), UNBOUNDED, out_element)
         counter = carray(taken, 1)
         plain = carray(pointer(args.out), UNBOUNDED, np.float32)
-        block = 8 if args.depth <= chunk else min(args.rows_per_item, 256)
+        block = many_rows if args.depth <= chunk else min(args.rows_per_item, 256)
         c = np.empty(block * width, dtype=np.float32)
         done = 0
         while True:
@@ -133,9 +132,9 @@ def build_linear(element: type, epilogue: str):
                     row = first
                     while row < end:
                         to, source, left = start + (row - first) * row_size, row * args.a_row + k, end - row
-                        if left >= 8:
-                            panel_product(sums, to, row_size, more, a, source, args.a_row, weight, at, depth, 8)
-                            row += 8
+                        if left >= many_rows:
+                            panel_product(sums, to, row_size, more, a, source, args.a_row, weight, at, depth, many_rows)
+                            row += many_rows
                         elif left >= 4:
                             panel_product(sums, to, row_size, more, a, source, args.a_row, weight, at, depth, 4)
                             row += 4

@@ -70,9 +70,23 @@ _BFloat._create_instance()
 
 def multiplies_bfloat16() -> bool:
     """Whether the code numba makes may use AVX512-BF16."""
+    return _may_use("avx512bf16")
+
+
+def has_wide_registers() -> bool:
+    """Whether it may use AVX-512's 32 registers of 16 lanes. Others hold a quarter: 16 of 8 (AVX2), 32 of 4 (NEON)."""
+    return _may_use("avx512f")
+
+
+def code_tag() -> int:
+    """What kernels' machine code depends on besides their text; see BUILD_TAG."""
+    return multiplies_bfloat16() + 2 * has_wide_registers()
+
+
+def _may_use(feature: str) -> bool:
     if numba.config.CPU_FEATURES is not None:
-        return "+avx512bf16" in numba.config.CPU_FEATURES
-    return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16", False))
+        return f"+{feature}" in numba.config.CPU_FEATURES
+    return bool(llvmlite.binding.get_host_cpu_features().get(feature, False))
 
 
 class _Emit:

@@ -21,7 +21,7 @@ import torch
 from numba import carray
 
 from paged_kernels.cpu.decode import attention_fields, softmax_scale
-from paged_kernels.cpu.micro import copy_row, load_row, multiplies_bfloat16, row_softmax
+from paged_kernels.cpu.micro import code_tag, copy_row, load_row, row_softmax
 from paged_kernels.cpu.primitives import fetch_add, pointer
 from paged_kernels.cpu.products import PANEL_OUTPUTS, ROW_BLOCKS, panel_product
 from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel, element_type, launch, thread_count
@@ -48,7 +48,7 @@ def _key_tile(head_dim: int) -> int:
 @cache
 def build_prefill(head_dim: int, element: type):
     """The kernel for one head size. Longer than a screen because of what `prefill` in it says."""
-    tag, dim, tile = TILE_TAG + multiplies_bfloat16(), head_dim, _key_tile(head_dim)
+    tag, dim, tile = TILE_TAG + code_tag(), head_dim, _key_tile(head_dim)
     width, step = -(-head_dim // PANEL_OUTPUTS) * PANEL_OUTPUTS, 1 if element is np.float32 else 2
 
     def prefill(arguments, taken, items):

@@ -18,12 +18,12 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from paged_kernels.cpu.micro import BUILD_TAG, _chunks, _Emit, _literal
+from paged_kernels.cpu.micro import BUILD_TAG, _chunks, _Emit, _literal, has_wide_registers
 
 PANEL_OUTPUTS = 32
 """Outputs per panel: two 16-lane vectors."""
 
-ROW_BLOCKS = (8, 4, 2, 1)
+ROW_BLOCKS = (8, 4, 2, 1) if has_wide_registers() else (6, 4, 2, 1)
 """Rows multiplied at a time: enough independent sums to keep the multipliers busy, in registers that suffice."""
 
 TAG = zlib.crc32(Path(__file__).read_bytes(), BUILD_TAG)
@@ -31,6 +31,15 @@ TAG = zlib.crc32(Path(__file__).read_bytes(), BUILD_TAG)
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _LANES = 16
 _AHEAD = 64  # vectors of weights between the one used and the one asked for: 4 KiB
+
+
+def _register_blocks(rows, half):
+    """(rows, vectors of the panel) whose sums are in registers at once, one after the other."""
+    # bfloat16 that is widened needs twice the registers for its factors.
+    most = 4 if half else 6
+    if has_wide_registers() or rows < most:
+        return [(range(rows), range(2))]
+    return [(range(r, min(rows, r + most)), [v]) for r in range(0, rows, most) for v in range(2)]
 
 
 @intrinsic(prefer_literal=True)
@@ -57,26 +66,30 @@ def panel_product(typingctx, c, c_off, c_row, more, a, a_off, a_row, panel, pane
         steps = builder.sdiv(args[9], emit.i64(step))
         row_steps = builder.sdiv(args[6], emit.i64(step))
         starts = [builder.gep(rows_at, [builder.mul(row_steps, emit.i64(r))]) for r in range(count)]
-
-        def body(k, acc):
-            at = builder.mul(k, emit.i64(2))
-            pair = [builder.load(builder.gep(weights, [emit.at(at, i)]), align=4) for i in range(2)]
-            for i in range(2):
-                emit.prefetch(builder.gep(weights, [emit.at(at, _AHEAD + i)]))
-            new = []
-            for r in range(count):
-                scalar = emit.splat(builder.load(builder.gep(starts[r], [k]), align=4), _LANES)
-                for i in range(2):
-                    multiply = emit.pair_products if half else emit.fma
-                    new.append(multiply(pair[i], scalar, acc[2 * r + i]))
-            return new
-
-        zero, more = emit.const(0.0, _LANES), builder.icmp_signed("!=", args[3], emit.i64(0))
         c_rows = [builder.add(args[1], builder.mul(args[2], emit.i64(r))) for r in range(count)]
-        places = [emit.at(c_rows[r], i * _LANES) for r in range(count) for i in range(2)]
-        start = [builder.select(more, emit.load(out, place, _LANES), zero) for place in places]
-        for place, vec in zip(places, emit.loop(steps, start, body), strict=True):
-            emit.store(out, place, vec, _LANES)
+        zero, more = emit.const(0.0, _LANES), builder.icmp_signed("!=", args[3], emit.i64(0))
+
+        def block(rows, vectors):
+            def body(k, acc):
+                at = builder.mul(k, emit.i64(2))
+                pair = [builder.load(builder.gep(weights, [emit.at(at, i)]), align=4) for i in vectors]
+                for i in vectors:
+                    emit.prefetch(builder.gep(weights, [emit.at(at, _AHEAD + i)]))
+                new = []
+                for r in rows:
+                    scalar = emit.splat(builder.load(builder.gep(starts[r], [k]), align=4), _LANES)
+                    for weight in pair:
+                        multiply = emit.pair_products if half else emit.fma
+                        new.append(multiply(weight, scalar, acc[len(new)]))
+                return new
+
+            places = [emit.at(c_rows[r], i * _LANES) for r in rows for i in vectors]
+            start = [builder.select(more, emit.load(out, place, _LANES), zero) for place in places]
+            for place, vec in zip(places, emit.loop(steps, start, body), strict=True):
+                emit.store(out, place, vec, _LANES)
+
+        for rows, vectors in _register_blocks(count, half):
+            block(rows, vectors)
         return context.get_dummy_value()
 
     n = types.int64

@@ -18,14 +18,13 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from paged_kernels.cpu.micro import _Emit, _literal
+from paged_kernels.cpu.micro import _Emit, _literal, has_wide_registers
 from paged_kernels.cpu.products import PANEL_OUTPUTS, TAG
 
 TILE_TAG = zlib.crc32(Path(__file__).read_bytes(), TAG)
 """See `micro.BUILD_TAG`."""
 
 LANES = 16
-_HELD_ROWS, _HELD_DIMS = 4, 64  # sums kept in registers at once
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
 
@@ -173,6 +172,8 @@ def tile_values(typingctx, acc, acc_off, p, p_off, p_row, v, v_off, v_at, at_off
     even for bfloat16.
     """
     count, dim = _literal(rows, "rows"), _literal(head_dim, "head_dim")
+    # Sums kept in registers at once.
+    held_rows, held_dims = (4, 64) if has_wide_registers() else (3, 32)
 
     def codegen(context, builder, sig, args):
         emit = _Emit(context, builder)
@@ -188,22 +189,22 @@ def tile_values(typingctx, acc, acc_off, p, p_off, p_row, v, v_off, v_at, at_off
             def body(t, sums):
                 first = builder.add(args[8], builder.mul(t, emit.i64(step)))
                 offsets = [_offset(emit, at, emit.at(first, i)) for i in range(step)]
-                vectors = _columns(emit, value, offsets, dim, first_dim, first_dim + _HELD_DIMS)
+                vectors = _columns(emit, value, offsets, dim, first_dim, first_dim + held_dims)
                 new = []
                 for i in range(many):
                     word = emit.splat(builder.load(builder.gep(weights[i], [t]), align=2), LANES)
                     new += [multiply(vec, word, sums[i * len(vectors) + j]) for j, vec in enumerate(vectors)]
                 return new
 
-            dims = range(first_dim, min(first_dim + _HELD_DIMS, dim), LANES)
+            dims = range(first_dim, min(first_dim + held_dims, dim), LANES)
             places = [emit.at(args[1], (first_row + i) * padded(dim) + d) for i in range(many) for d in dims]
             start = [emit.load(out, place, LANES) for place in places]
             for place, vec in zip(places, emit.loop(steps, start, body), strict=True):
                 emit.store(out, place, vec, LANES)
 
-        for first_dim in range(0, dim, _HELD_DIMS):
-            for first_row in range(0, count, _HELD_ROWS):
-                block(first_row, min(_HELD_ROWS, count - first_row), first_dim)
+        for first_dim in range(0, dim, held_dims):
+            for first_row in range(0, count, held_rows):
+                block(first_row, min(held_rows, count - first_row), first_dim)
         return context.get_dummy_value()
 
     n = types.int64
