@@ -17,7 +17,7 @@ import torch
 from numba import carray
 
 from paged_kernels.cpu.micro import code_tag, load_row, row_softmax
-from paged_kernels.cpu.primitives import fetch_add, pointer, prefetch
+from paged_kernels.cpu.primitives import fetch_add, pointer
 from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel, element_type, launch, thread_count
 from paged_kernels.cpu.tiles import TILE_TAG, look_up, padded, tile_scores, tile_values
 
@@ -47,8 +47,6 @@ def _range(args, lens, chunk_seq, chunk_at, chunk):
 def build_decode(head_dim: int, group: int, element: type):
     """The kernel for one head size and group. Longer than a screen because of what `decode` in it says."""
     tag, dim, width, rows, tile = TILE_TAG + code_tag(), head_dim, padded(head_dim), group, _TILE
-
-    per_line = 64 // np.dtype(element).itemsize
 
     def decode(arguments, taken, items):
         """Longer than a screen because the sizes must reach the intrinsics as literals of one function: numba's
@@ -113,12 +111,10 @@ def build_decode(head_dim: int, group: int, element: type):
                 # Heads in the inner loops: those of a block lie one after the other.
                 for i in range(0, span, 16):
                     for h in range(many):
-                        for t in range(ahead + i, ahead + min(next_span, i + 16)):
-                            for line in range(0, dim, per_line):
-                                prefetch(kc, k_at[t] + h * args.k_head + line)
-                        at, from_q = h * rows * tile + i, query + h * rows * args.query_head
+                        at, from_q, from_k = h * rows * tile + i, query + h * rows * args.query_head, h * args.k_head
+                        then = ahead + i if i < next_span else here + i
                         tile_scores(
-                            scores, at, tile, q, from_q, args.query_head, kc, h * args.k_head, k_at, here + i, rows, dim
+                            scores, at, tile, q, from_q, args.query_head, kc, from_k, k_at, here + i, then, rows, dim
                         )
                 for row in range(many * rows):
                     at = row * tile
@@ -130,11 +126,9 @@ def build_decode(head_dim: int, group: int, element: type):
                 for i in range(0, span, 16):
                     part = (min(16, span - i) + 1) // 2 * 2
                     for h in range(many):
-                        for t in range(ahead + i, ahead + min(next_span, i + 16)):
-                            for line in range(0, dim, per_line):
-                                prefetch(vc, v_at[t] + h * args.v_head + line)
-                        to, at = (row0 + h * rows) * width, h * rows * tile + i
-                        tile_values(acc, to, weights, at, tile, vc, h * args.v_head, v_at, here + i, part, rows, dim)
+                        to, at, from_v = (row0 + h * rows) * width, h * rows * tile + i, h * args.v_head
+                        then = ahead + i if i < next_span else here + i
+                        tile_values(acc, to, weights, at, tile, vc, from_v, v_at, here + i, then, part, rows, dim)
                 here = ahead
             if fetch_add(done, seq * blocks + item - chunk * blocks) + 1 < last - first:
                 continue

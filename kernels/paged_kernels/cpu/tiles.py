@@ -25,6 +25,7 @@ TILE_TAG = zlib.crc32(Path(__file__).read_bytes(), TAG)
 """See `micro.BUILD_TAG`."""
 
 LANES = 16
+_LINE_BYTES = 64
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
 
@@ -119,13 +120,20 @@ def _quarters(which):
     return [4 * q + i for q in which for i in range(4)]
 
 
-# From the outermost level: the last two fold within quarters, the first two quarters into each other.
+# From the outermost level. The innermost, done most often, needs no shuffles where 16 lanes are two registers.
 _FOLDS = (
-    (_quarters([0, 2, 4, 6]), _quarters([1, 3, 5, 7])),
-    (_quarters([0, 2, 4, 6]), _quarters([1, 3, 5, 7])),
+    (_per_quarter([0, 2, 4, 6]), _per_quarter([1, 3, 5, 7])),
     (_per_quarter([0, 1, 4, 5]), _per_quarter([2, 3, 6, 7])),
-    (_per_quarter([0, 4, 1, 5]), _per_quarter([2, 6, 3, 7])),
+    (_quarters([0, 2, 4, 6]), _quarters([1, 3, 5, 7])),
+    (_quarters([0, 1, 4, 5]), _quarters([2, 3, 6, 7])),
 )
+# Which vector's sum comes first, second, ... if they are folded in this order.
+_FOLD_ORDER = [i + 4 * j for i in range(4) for j in range(4)]
+
+
+def _lines(base, first, end):
+    """Elements at which the cache lines of a row's elements `first` to `end` begin, if it begins at one."""
+    return range(first, end, _LINE_BYTES // (2 if base[1] else 4))
 
 
 def _offset(emit, array, index):
@@ -133,8 +141,10 @@ def _offset(emit, array, index):
 
 
 @intrinsic(prefer_literal=True)
-def tile_scores(typingctx, s, s_off, s_row, q, q_off, q_row, k, k_off, k_at, at_off, rows, head_dim):
+def tile_scores(typingctx, s, s_off, s_row, q, q_off, q_row, k, k_off, k_at, at_off, next_off, rows, head_dim):
     """s[s_off + r * s_row + t] = q[r] . k[t] for 16 tokens and `rows` rows of q; k[t] at k_off + k_at[at_off + t].
+
+    Meanwhile the keys at k_off + k_at[next_off + t] are asked for, token by token: a core has few requests under way.
 
     s: float32. q, k: float32 or bfloat16 bits; q's rows are q_row apart. head_dim even for bfloat16.
     """
@@ -144,29 +154,33 @@ def tile_scores(typingctx, s, s_off, s_row, q, q_off, q_row, k, k_off, k_at, at_
         emit = _Emit(context, builder)
         scores, query, key, at = (emit.base(sig.args[i], args[i]) for i in (0, 3, 6, 8))
         key = (builder.gep(key[0], [args[7]]), key[1])
-        offsets = [_offset(emit, at, emit.at(args[9], t)) for t in range(LANES)]
+        offsets, coming = ([_offset(emit, at, emit.at(args[i], t)) for t in range(LANES)] for i in (9, 10))
         multiply = emit.pair_products if query[1] else emit.fma
         for r in range(count):
             row = _words(emit, query, builder.add(args[4], builder.mul(args[5], emit.i64(r))), dim)
 
-            def products(t, row=row):
+            def products(t, row=row, lines=_lines(key, 0, dim)[r::count]):
+                for line in lines:
+                    emit.prefetch(builder.gep(key[0], [emit.at(coming[t], line)]))
                 acc = emit.const(0.0, LANES)
                 for words, vec in zip(row, _words(emit, key, offsets[t], dim), strict=True):
                     acc = multiply(words, vec, acc)
                 return acc
 
-            total = _fold(emit, [lambda t=t: products(t) for t in range(LANES)])
+            total = _fold(emit, [lambda t=t: products(t) for t in _FOLD_ORDER])
             where = builder.add(args[1], builder.mul(args[2], emit.i64(r)))
             emit.store(scores, where, total, LANES)
         return context.get_dummy_value()
 
     n = types.int64
-    return types.void(s, n, n, q, n, n, k, n, k_at, n, rows, head_dim), codegen
+    return types.void(s, n, n, q, n, n, k, n, k_at, n, n, rows, head_dim), codegen
 
 
 @intrinsic(prefer_literal=True)
-def tile_values(typingctx, acc, acc_off, p, p_off, p_row, v, v_off, v_at, at_off, tokens, rows, head_dim):
+def tile_values(typingctx, acc, acc_off, p, p_off, p_row, v, v_off, v_at, at_off, next_off, tokens, rows, head_dim):
     """acc[r, :] += sum over t of p[r, t] * v[t, :] for `tokens` tokens; v[t] at v_off + v_at[at_off + t].
+
+    Meanwhile the values at v_off + v_at[next_off + t] are asked for.
 
     acc: float32, packed rows of `padded(head_dim)`. p, v: float32 or bfloat16 bits; p's rows are p_row apart. `tokens`
     even for bfloat16.
@@ -180,15 +194,19 @@ def tile_values(typingctx, acc, acc_off, p, p_off, p_row, v, v_off, v_at, at_off
         out, weight, value, at = (emit.base(sig.args[i], args[i]) for i in (0, 2, 5, 7))
         value = (builder.gep(value[0], [args[6]]), value[1])
         step, element, multiply = (2, _I32, emit.pair_products) if value[1] else (1, _F32, emit.fma)
-        steps = builder.sdiv(args[9], emit.i64(step))
+        steps = builder.sdiv(args[10], emit.i64(step))
 
         def block(first_row, many, first_dim):
             p_at = [builder.add(args[3], builder.mul(args[4], emit.i64(first_row + i))) for i in range(many)]
             weights = [builder.bitcast(builder.gep(weight[0], [where]), element.as_pointer()) for where in p_at]
 
             def body(t, sums):
-                first = builder.add(args[8], builder.mul(t, emit.i64(step)))
-                offsets = [_offset(emit, at, emit.at(first, i)) for i in range(step)]
+                tokens = builder.mul(t, emit.i64(step))
+                offsets = [_offset(emit, at, emit.at(builder.add(args[8], tokens), i)) for i in range(step)]
+                for i in range(step):
+                    coming = _offset(emit, at, emit.at(builder.add(args[9], tokens), i))
+                    for line in _lines(value, first_dim, min(first_dim + held_dims, dim)) if first_row == 0 else ():
+                        emit.prefetch(builder.gep(value[0], [emit.at(coming, line)]))
                 vectors = _columns(emit, value, offsets, dim, first_dim, first_dim + held_dims)
                 new = []
                 for i in range(many):
@@ -208,7 +226,7 @@ def tile_values(typingctx, acc, acc_off, p, p_off, p_row, v, v_off, v_at, at_off
         return context.get_dummy_value()
 
     n = types.int64
-    return types.void(acc, n, p, n, n, v, n, v_at, n, n, rows, head_dim), codegen
+    return types.void(acc, n, p, n, n, v, n, v_at, n, n, n, rows, head_dim), codegen
 
 
 def _transposed(emit, vectors):
