@@ -32,6 +32,8 @@ from paged_backend.config import DEFAULT_MODEL, DTYPE_BYTES, kv_block_bytes
 from paged_backend.model.config import ModelConfig, read_model_config
 from paged_backend.model_source import resolve_model
 from paged_backend.worker.device import TORCH_DTYPES
+from paged_kernels.cpu.linear import LINEAR_ARGUMENTS, PackedLinear, build_linear
+from paged_kernels.cpu.runtime import element_type, launch, thread_count
 
 # Tokens of an ideal step at most: the engines' default on CPUs.
 TOKEN_BUDGET = 512
@@ -195,12 +197,25 @@ def _measure_read() -> float:
 
 
 def _measure_gemm(dtype: torch.dtype) -> float:
-    """Operations per second at the shape that is fastest."""
+    """Operations per second at the shape that is fastest, by torch's kernels or by ours."""
     rates = []
     for rows, depth, outputs in _GEMM_SHAPES:
         a, weight = torch.randn(rows, depth).to(dtype), torch.randn(outputs, depth).to(dtype)
-        rates.append(2 * rows * depth * outputs / _best(lambda a=a, w=weight: torch.nn.functional.linear(a, w)))
+        packed, out = PackedLinear(weight), torch.empty(rows, outputs)
+        for work in (
+            lambda a=a, w=weight: torch.nn.functional.linear(a, w),
+            lambda a=a, p=packed, o=out: _ours(a, p, o),
+        ):
+            rates.append(2 * rows * depth * outputs / _best(work))
     return max(rates)
+
+
+def _ours(a: torch.Tensor, packed: PackedLinear, out: torch.Tensor) -> None:
+    (rows, depth), (rows_per_item, items) = a.shape, packed.plan(len(a))
+    record = LINEAR_ARGUMENTS.pack(
+        **packed.fields(), a=a, out=out, rows=rows, rows_per_item=rows_per_item, a_row=depth, out_row=out.shape[1]
+    )
+    launch(build_linear(element_type(a.dtype), "store"), record, items, thread_count())
 
 
 def _best(work: Callable[[], object]) -> float:
