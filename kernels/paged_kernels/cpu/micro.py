@@ -148,7 +148,7 @@ class _Emit:
         self.b.store(vec, ptr, align=2 if is_bf16 else 4)
 
     def prefetch(self, place):
-        """See `primitives.prefetch`."""
+        """See `primitives.emit_prefetch`."""
         primitives.emit_prefetch(self.b, place)
 
     def splat(self, scalar, width):

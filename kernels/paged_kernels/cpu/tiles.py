@@ -159,8 +159,8 @@ def tile_scores(typingctx, s, s_off, s_row, q, q_off, q_row, k, k_off, k_at, at_
         for r in range(count):
             row = _words(emit, query, builder.add(args[4], builder.mul(args[5], emit.i64(r))), dim)
 
-            def products(t, row=row, lines=_lines(key, 0, dim)[r::count]):
-                for line in lines:
+            def products(t, row=row, r=r):
+                for line in _lines(key, 0, dim)[r::count]:
                     emit.prefetch(builder.gep(key[0], [emit.at(coming[t], line)]))
                 acc = emit.const(0.0, LANES)
                 for words, vec in zip(row, _words(emit, key, offsets[t], dim), strict=True):
