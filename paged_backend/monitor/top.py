@@ -7,6 +7,7 @@ Called by `paged_backend.cli`.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -113,6 +114,8 @@ def top(address: str, interval: float, *, once: bool) -> int:
         time.sleep(interval)
         console.print(view(address, history.add(scrape(address)), width=console.width))
         return 0
+    # Explicitly: a shell that starts this in the background has SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         while not console.is_terminal:
             time.sleep(interval)

@@ -51,8 +51,9 @@ def test_top_shows_a_running_server(served: Any) -> None:
 def test_top_into_a_pipe_prints_a_line_per_look(served: Any) -> None:
     command = [sys.executable, "-m", "paged_backend.cli", "top", "--interval", "0.2"]
     with subprocess.Popen(
-        [*command, "--metrics-url", served.metrics_url], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as watching:
+        [*command, "--metrics-url", served.metrics_url], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as a shell does in the background
+    ) as watching:  # fmt: skip
         assert watching.stdout is not None
         lines = [watching.stdout.readline() for _ in range(3)]
         watching.send_signal(signal.SIGINT)
