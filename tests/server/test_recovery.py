@@ -108,10 +108,12 @@ def _answer(server: Plain) -> Answer:
     return Call(server.grpc_url, "llm", IDS, {**GREEDY, "max_tokens": 4}).wait()
 
 
-def _kill_engine(start: Callable[[], Plain]) -> tuple[Plain, Call, int]:
-    """A server whose engine was killed between two tokens of a stream, that stream, and the engine's process id."""
+def _kill_engine(start: Callable[[], Plain]) -> tuple[Plain, Call, int, list[int]]:
+    """A server whose engine was killed between two tokens of a stream, that stream, the engine's process id, and what
+    the engine answered before."""
     for _ in range(3):
         server = start()
+        before = _answer(server).joined("output_ids")
         stream = Call(server.grpc_url, "llm", IDS, {**GREEDY, "max_tokens": 240, "ignore_eos": True})
         stream.next()
         time.sleep(STEP_SECONDS / 2)
@@ -123,17 +125,17 @@ def _kill_engine(start: Callable[[], Plain]) -> tuple[Plain, Call, int]:
         except InferenceServerException:
             assert server.wait(10) == -signal.SIGABRT
         else:
-            return server, stream, stub.pid
+            return server, stream, stub.pid, before
     raise AssertionError("the server aborted every time")
 
 
 def test_a_killed_engine_is_brought_back_by_reloading(start: Callable[[], Plain]) -> None:
-    server, hanging, killed = _kill_engine(start)
+    server, hanging, killed, before = _kill_engine(start)
     error = _answer(server).error
     assert error is not None
     assert "is not healthy" in error.message()
     server.repository("unload")
     server.repository("load")
     assert server.stub().pid != killed
-    assert len(_answer(server).joined("output_ids")) == 4
+    assert _answer(server).joined("output_ids") == before
     hanging.cancel()

@@ -108,7 +108,8 @@ def build_decode(head_dim: int, group: int, element: type):
                 look_up(args, tables, k_at, v_at, ahead, next_seq, next_head, next_at, next_span)
                 span = max(0, min(tile, end - t0))
                 whole = (span + 15) // 16 * 16
-                # Heads in the inner loops: those of a block lie one after the other.
+                # Heads in the inner loops: those of a block lie one after the other. Where the next tile has no more
+                # tokens, the lines asked for are those in use, which costs nothing.
                 for i in range(0, span, 16):
                     for h in range(many):
                         at, from_q, from_k = h * rows * tile + i, query + h * rows * args.query_head, h * args.k_head
