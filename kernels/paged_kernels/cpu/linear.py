@@ -16,9 +16,9 @@ import torch
 from numba import carray
 
 from paged_kernels.cpu.memory import Arena
-from paged_kernels.cpu.micro import code_tag, load_row
+from paged_kernels.cpu.micro import code_tag, has_wide_registers, load_row
 from paged_kernels.cpu.primitives import fetch_add, pointer
-from paged_kernels.cpu.products import PANEL_OUTPUTS, ROW_BLOCKS, TAG, gate, panel_product
+from paged_kernels.cpu.products import PANEL_OUTPUTS, PANEL_STEP_BYTES, ROW_BLOCKS, TAG, gate, panel_product
 from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel
 
 LINEAR_ARGUMENTS = Arguments("a weight bias out", "rows rows_per_item panels depth outputs a_row out_row has_bias")
@@ -26,7 +26,11 @@ EPILOGUES = ("store", "add", "gated")
 _HALF = PANEL_OUTPUTS // 2
 _GROUP_BYTES = 384 << 10  # of activations that all panels go over
 _GROUP_ROWS = 64  # at least, so that panels are not read too often
-_CHUNK_BYTES = 1 << 18  # of a panel, used by all rows while it is in the core's own cache
+_CHUNK_BYTES = 8 << 10  # of a panel, used by all rows while it is in a core's first-level cache and the next comes
+_BLOCK_ROWS = 256  # whose sums are kept apart at once
+# Few enough for a core that finds what comes next by itself, and better than when asked (float32, AVX2; with AVX-512
+# and with bfloat16, whose lines go by twice as fast or are half as many, asking is faster).
+_UNASKED_ROWS = 2
 
 
 class PackedLinear:
@@ -94,8 +98,10 @@ def _interleaved(weight: torch.Tensor) -> torch.Tensor:
 def build_linear(element: type, epilogue: str):
     """The kernel for one type of weights and activations and one of EPILOGUES. Longer than a screen because the sizes
     must reach the intrinsics as literals of one function."""
-    tag, width, half, many_rows = TAG + code_tag(), PANEL_OUTPUTS, _HALF, ROW_BLOCKS[0]
+    tag, width, half, step_bytes = TAG + code_tag(), PANEL_OUTPUTS, _HALF, PANEL_STEP_BYTES
+    (most, some), block_rows = ROW_BLOCKS[:2], _BLOCK_ROWS
     chunk = _CHUNK_BYTES // (PANEL_OUTPUTS * np.dtype(element).itemsize)
+    unasked = 0 if has_wide_registers() or element is not np.float32 else _UNASKED_ROWS
     gated, add = epilogue == "gated", epilogue == "add"
     out_element = element if gated else np.float32
 
@@ -109,7 +115,7 @@ def build_linear(element: type, epilogue: str):
         out = carray(pointer(args.out), UNBOUNDED, out_element)
         counter = carray(taken, 1)
         plain = carray(pointer(args.out), UNBOUNDED, np.float32)
-        block = many_rows if args.depth <= chunk else min(args.rows_per_item, 256)
+        block = min(args.rows_per_item, block_rows)
         c = np.empty(block * width, dtype=np.float32)
         done = 0
         while True:
@@ -129,20 +135,32 @@ def build_linear(element: type, epilogue: str):
                 for k in range(0, args.depth, chunk):
                     depth, more = min(chunk, args.depth - k), k + (direct and add)
                     at = (panel * args.depth + k) * width
+                    # Asked for meanwhile: the chunk that follows, or the panel that is to be taken next.
+                    coming = at + depth * width
+                    if k + depth == args.depth:
+                        coming = counter[0] % args.panels * args.depth * width
+                    pace = step_bytes / (end - first)
+                    if args.rows <= unasked:
+                        coming, pace = at, 0.0
                     row = first
                     while row < end:
                         to, source, left = start + (row - first) * row_size, row * args.a_row + k, end - row
-                        if left >= many_rows:
-                            panel_product(sums, to, row_size, more, a, source, args.a_row, weight, at, depth, many_rows)
-                            row += many_rows
-                        elif left >= 4:
-                            panel_product(sums, to, row_size, more, a, source, args.a_row, weight, at, depth, 4)
-                            row += 4
+                        ask = coming + (row - first) * depth * width // (end - first)
+                        if left >= most:
+                            panel_product(
+                                sums, to, row_size, more, a, source, args.a_row, weight, at, depth, ask, pace, most
+                            )
+                            row += most
+                        elif left >= some:
+                            panel_product(
+                                sums, to, row_size, more, a, source, args.a_row, weight, at, depth, ask, pace, some
+                            )
+                            row += some
                         elif left >= 2:
-                            panel_product(sums, to, row_size, more, a, source, args.a_row, weight, at, depth, 2)
+                            panel_product(sums, to, row_size, more, a, source, args.a_row, weight, at, depth, ask, pace, 2)
                             row += 2
                         else:
-                            panel_product(sums, to, row_size, more, a, source, args.a_row, weight, at, depth, 1)
+                            panel_product(sums, to, row_size, more, a, source, args.a_row, weight, at, depth, ask, pace, 1)
                             row += 1
                 if direct:
                     continue

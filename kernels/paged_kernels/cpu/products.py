@@ -23,14 +23,17 @@ from paged_kernels.cpu.micro import BUILD_TAG, _chunks, _Emit, _literal, has_wid
 PANEL_OUTPUTS = 32
 """Outputs per panel: two 16-lane vectors."""
 
-ROW_BLOCKS = (8, 4, 2, 1) if has_wide_registers() else (6, 4, 2, 1)
+PANEL_STEP_BYTES = 4 * PANEL_OUTPUTS
+"""Weights that a step along k multiplies."""
+
+ROW_BLOCKS = (8, 4, 2, 1) if has_wide_registers() else (6, 2, 1)
 """Rows multiplied at a time: enough independent sums to keep the multipliers busy, in registers that suffice."""
 
 TAG = zlib.crc32(Path(__file__).read_bytes(), BUILD_TAG)
 
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _LANES = 16
-_AHEAD = 64  # vectors of weights between the one used and the one asked for: 4 KiB
+_LINE_BYTES = 64
 
 
 def _register_blocks(rows, half):
@@ -43,9 +46,11 @@ def _register_blocks(rows, half):
 
 
 @intrinsic(prefer_literal=True)
-def panel_product(typingctx, c, c_off, c_row, more, a, a_off, a_row, panel, panel_off, depth, rows):
+def panel_product(typingctx, c, c_off, c_row, more, a, a_off, a_row, panel, panel_off, depth, next_off, pace, rows):
     """c[r, :] = sum over k of a[r, k] * panel[k, :], for `rows` rows (a literal of ROW_BLOCKS); added to what is in c
     if `more`.
+
+    Meanwhile the weights from next_off on are asked for: per row and step along k `pace` bytes of them, float64.
 
     c: float32, rows of PANEL_OUTPUTS `c_row` elements apart at c_off. a: rows `a_row` elements apart. panel: one packed
     panel. Offsets and strides count elements of their array: float32, or uint16 for bfloat16 bits; depth, even for the
@@ -69,12 +74,21 @@ def panel_product(typingctx, c, c_off, c_row, more, a, a_off, a_row, panel, pane
         c_rows = [builder.add(args[1], builder.mul(args[2], emit.i64(r))) for r in range(count)]
         zero, more = emit.const(0.0, _LANES), builder.icmp_signed("!=", args[3], emit.i64(0))
 
-        def block(rows, vectors):
+        blocks = _register_blocks(count, half)
+        coming = builder.bitcast(builder.gep(emit.base(sig.args[7], args[7])[0], [args[10]]), ir.IntType(8).as_pointer())
+        share = builder.fmul(args[11], ir.Constant(args[11].type, count / len(blocks)))
+        stride = builder.add(builder.fptosi(share, _I64), emit.i64(1))
+
+        def block(index, rows, vectors):
+            first = builder.mul(builder.mul(stride, steps), emit.i64(index))
+
             def body(k, acc):
                 at = builder.mul(k, emit.i64(2))
                 pair = [builder.load(builder.gep(weights, [emit.at(at, i)]), align=4) for i in vectors]
-                for i in vectors:
-                    emit.prefetch(builder.gep(weights, [emit.at(at, _AHEAD + i)]))
+                line = builder.gep(coming, [builder.add(first, builder.mul(stride, k))])
+                emit.prefetch(line)
+                if len(blocks) == 1:
+                    emit.prefetch(builder.gep(line, [emit.i64(_LINE_BYTES)]))
                 new = []
                 for r in rows:
                     scalar = emit.splat(builder.load(builder.gep(starts[r], [k]), align=4), _LANES)
@@ -88,12 +102,12 @@ def panel_product(typingctx, c, c_off, c_row, more, a, a_off, a_row, panel, pane
             for place, vec in zip(places, emit.loop(steps, start, body), strict=True):
                 emit.store(out, place, vec, _LANES)
 
-        for rows, vectors in _register_blocks(count, half):
-            block(rows, vectors)
+        for index, (rows, vectors) in enumerate(blocks):
+            block(index, rows, vectors)
         return context.get_dummy_value()
 
     n = types.int64
-    return types.void(c, n, n, n, a, n, n, panel, n, n, rows), codegen
+    return types.void(c, n, n, n, a, n, n, panel, n, n, n, types.float64, rows), codegen
 
 
 @intrinsic(prefer_literal=True)
