@@ -157,10 +157,14 @@ def build_linear(element: type, epilogue: str):
                             )
                             row += some
                         elif left >= 2:
-                            panel_product(sums, to, row_size, more, a, source, args.a_row, weight, at, depth, ask, pace, 2)
+                            panel_product(
+                                sums, to, row_size, more, a, source, args.a_row, weight, at, depth, ask, pace, 2
+                            )
                             row += 2
                         else:
-                            panel_product(sums, to, row_size, more, a, source, args.a_row, weight, at, depth, ask, pace, 1)
+                            panel_product(
+                                sums, to, row_size, more, a, source, args.a_row, weight, at, depth, ask, pace, 1
+                            )
                             row += 1
                 if direct:
                     continue

@@ -122,7 +122,8 @@ def build_prefill(head_dim: int, element: type):
                     if span <= 0 or t0 + tile <= pos0 + row // per_token - args.window + 1:
                         continue
                     for i in range(0, span, PANEL_OUTPUTS):
-                        panel_product(s, row * tile + i, tile, 0, query, row * dim, dim, keys, i * dim, dim, 0, 0.0, ROWS)
+                        from_q, to = row * dim, row * tile + i
+                        panel_product(s, to, tile, 0, query, from_q, dim, keys, i * dim, dim, i * dim, 0.0, ROWS)
                     blocks = (span + LANES - 1) // LANES
                     for r in range(row, row + ROWS):
                         position = pos0 + min(r, rows - 1) // per_token - t0
@@ -135,7 +136,8 @@ def build_prefill(head_dim: int, element: type):
                             load_row(o, r * width, o, r * width, alpha[r], width)
                     depth = (span + step - 1) // step * step
                     for i in range(0, width, PANEL_OUTPUTS):
-                        panel_product(o, row * width + i, width, 1, p, row * tile, tile, values, i * tile, depth, 0, 0.0, ROWS)
+                        from_p, to, at = row * tile, row * width + i, i * tile
+                        panel_product(o, to, width, 1, p, from_p, tile, values, at, depth, at, 0.0, ROWS)
             for r in range(rows):
                 q_head = head * per_token + r % per_token
                 inverse = np.float32(0.0) if norm[r] == 0.0 else np.float32(1.0) / norm[r]

@@ -75,7 +75,8 @@ def panel_product(typingctx, c, c_off, c_row, more, a, a_off, a_row, panel, pane
         zero, more = emit.const(0.0, _LANES), builder.icmp_signed("!=", args[3], emit.i64(0))
 
         blocks = _register_blocks(count, half)
-        coming = builder.bitcast(builder.gep(emit.base(sig.args[7], args[7])[0], [args[10]]), ir.IntType(8).as_pointer())
+        coming = builder.gep(emit.base(sig.args[7], args[7])[0], [args[10]])
+        coming = builder.bitcast(coming, ir.IntType(8).as_pointer())
         share = builder.fmul(args[11], ir.Constant(args[11].type, count / len(blocks)))
         stride = builder.add(builder.fptosi(share, _I64), emit.i64(1))
 

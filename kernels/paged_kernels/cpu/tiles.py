@@ -131,9 +131,23 @@ _FOLDS = (
 _FOLD_ORDER = [i + 4 * j for i in range(4) for j in range(4)]
 
 
-def _lines(base, first, end):
-    """Elements at which the cache lines of a row's elements `first` to `end` begin, if it begins at one."""
-    return range(first, end, _LINE_BYTES // (2 if base[1] else 4))
+def _line_elements(base):
+    return _LINE_BYTES // (2 if base[1] else 4)
+
+
+def _ask(emit, base, array, first, line, dim):
+    """Ask for one cache line of 16 tokens' rows, by its number; the tokens' offsets are at array[first:].
+
+    In the order of their numbers, all through: memory gives lines that lie side by side faster (Zen 3, 2 threads: 18
+    GB/s instead of 15), also to those who ask early.
+    """
+    per_token, elements = -(-dim // _line_elements(base)), _line_elements(base)
+    token = emit.b.udiv(line, emit.i64(per_token))
+    within = emit.b.mul(emit.b.urem(line, emit.i64(per_token)), emit.i64(elements))
+    last = emit.i64(LANES - 1)
+    token = emit.b.select(emit.b.icmp_unsigned("<", token, last), token, last)
+    start = _offset(emit, array, emit.b.add(first, token))
+    emit.prefetch(emit.b.gep(base[0], [emit.b.add(start, within)]))
 
 
 def _offset(emit, array, index):
@@ -144,7 +158,7 @@ def _offset(emit, array, index):
 def tile_scores(typingctx, s, s_off, s_row, q, q_off, q_row, k, k_off, k_at, at_off, next_off, rows, head_dim):
     """s[s_off + r * s_row + t] = q[r] . k[t] for 16 tokens and `rows` rows of q; k[t] at k_off + k_at[at_off + t].
 
-    Meanwhile the keys at k_off + k_at[next_off + t] are asked for, token by token: a core has few requests under way.
+    Meanwhile the keys at k_off + k_at[next_off + t] are asked for, a few at a time: a core has few requests under way.
 
     s: float32. q, k: float32 or bfloat16 bits; q's rows are q_row apart. head_dim even for bfloat16.
     """
@@ -154,20 +168,22 @@ def tile_scores(typingctx, s, s_off, s_row, q, q_off, q_row, k, k_off, k_at, at_
         emit = _Emit(context, builder)
         scores, query, key, at = (emit.base(sig.args[i], args[i]) for i in (0, 3, 6, 8))
         key = (builder.gep(key[0], [args[7]]), key[1])
-        offsets, coming = ([_offset(emit, at, emit.at(args[i], t)) for t in range(LANES)] for i in (9, 10))
+        offsets = [_offset(emit, at, emit.at(args[9], t)) for t in range(LANES)]
+        lines, slots = LANES * -(-dim // _line_elements(key)), LANES * count
         multiply = emit.pair_products if query[1] else emit.fma
         for r in range(count):
             row = _words(emit, query, builder.add(args[4], builder.mul(args[5], emit.i64(r))), dim)
 
-            def products(t, row=row, r=r):
-                for line in _lines(key, 0, dim)[r::count]:
-                    emit.prefetch(builder.gep(key[0], [emit.at(coming[t], line)]))
+            def products(place, row=row, r=r):
+                t, slot = _FOLD_ORDER[place], r * LANES + place
+                for line in range(slot * lines // slots, (slot + 1) * lines // slots):
+                    _ask(emit, key, at, args[10], emit.i64(line), dim)
                 acc = emit.const(0.0, LANES)
                 for words, vec in zip(row, _words(emit, key, offsets[t], dim), strict=True):
                     acc = multiply(words, vec, acc)
                 return acc
 
-            total = _fold(emit, [lambda t=t: products(t) for t in _FOLD_ORDER])
+            total = _fold(emit, [lambda place=place: products(place) for place in range(LANES)])
             where = builder.add(args[1], builder.mul(args[2], emit.i64(r)))
             emit.store(scores, where, total, LANES)
         return context.get_dummy_value()
@@ -195,6 +211,8 @@ def tile_values(typingctx, acc, acc_off, p, p_off, p_row, v, v_off, v_at, at_off
         value = (builder.gep(value[0], [args[6]]), value[1])
         step, element, multiply = (2, _I32, emit.pair_products) if value[1] else (1, _F32, emit.fma)
         steps = builder.sdiv(args[10], emit.i64(step))
+        # Lines to ask for at each step of each pass.
+        asked = -(-(-(-dim // _line_elements(value)) * step) // -(-dim // held_dims))
 
         def block(first_row, many, first_dim):
             p_at = [builder.add(args[3], builder.mul(args[4], emit.i64(first_row + i))) for i in range(many)]
@@ -203,10 +221,11 @@ def tile_values(typingctx, acc, acc_off, p, p_off, p_row, v, v_off, v_at, at_off
             def body(t, sums):
                 tokens = builder.mul(t, emit.i64(step))
                 offsets = [_offset(emit, at, emit.at(builder.add(args[8], tokens), i)) for i in range(step)]
-                for i in range(step):
-                    coming = _offset(emit, at, emit.at(builder.add(args[9], tokens), i))
-                    for line in _lines(value, first_dim, min(first_dim + held_dims, dim)) if first_row == 0 else ():
-                        emit.prefetch(builder.gep(value[0], [emit.at(coming, line)]))
+                if first_row == 0:
+                    turn = builder.add(t, emit.i64(first_dim // held_dims * (LANES // step)))
+                    for i in range(asked):
+                        line = emit.at(builder.mul(turn, emit.i64(asked)), i)
+                        _ask(emit, value, at, args[9], line, dim)
                 vectors = _columns(emit, value, offsets, dim, first_dim, first_dim + held_dims)
                 new = []
                 for i in range(many):
