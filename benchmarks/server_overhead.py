@@ -12,6 +12,7 @@ cache.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import itertools
 import json
@@ -22,15 +23,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 # `python benchmarks/server_overhead.py` puts only this file's folder on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "client_examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import Request
+from common import Request, as_tensor
+from tritonclient import grpc
+from tritonclient.grpc import aio as grpc_aio
 
 from paged_backend.config import DEFAULT_MODEL, EngineConfig
 from paged_backend.engine.engine import Engine
@@ -39,6 +41,7 @@ from paged_backend.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
 READY_SECONDS = 600
+OUTPUTS = ("text_output", "num_output_tokens")
 TOPICS = ("rivers", "bread", "the moon", "chess", "bees", "bridges", "glass", "rain")
 _numbers = itertools.count(1000)
 
@@ -82,7 +85,7 @@ class EngineAlone:
 
 
 class ThroughServer:
-    """The load through gRPC streams, each on a connection of its own."""
+    """The load through gRPC streams, one per request, read by one thread: what clients use the engine lacks."""
 
     def __init__(self, url: str, tokens: int) -> None:
         self._url = url
@@ -90,28 +93,49 @@ class ThroughServer:
 
     def together(self, streams: int) -> int:
         """Run `streams` requests at once; returns how many tokens came."""
-        with ThreadPoolExecutor(streams) as pool:
-            return sum(pool.map(lambda _: self._stream(self._tokens)[1], range(streams)))
+        return asyncio.run(self._together(streams))
+
+    async def _together(self, streams: int) -> int:
+        async with grpc_aio.InferenceServerClient(self._url) as client:
+            return sum(await asyncio.gather(*(self._stream(client) for _ in range(streams))))
+
+    async def _stream(self, client: grpc_aio.InferenceServerClient) -> int:
+        async def requests() -> AsyncIterator[dict[str, object]]:
+            yield {
+                "model_name": "paged_llm",
+                "inputs": [as_tensor(name, value) for name, value in self._inputs(self._tokens).items()],
+                "outputs": [grpc.InferRequestedOutput(name) for name in OUTPUTS],
+                "enable_empty_final_response": True,
+            }
+
+        received = 0
+        async for result, error in client.stream_infer(requests()):
+            if error is not None:
+                raise error
+            if result.get_response().outputs:
+                received += int(result.as_numpy("num_output_tokens").sum())
+            if result.get_response().parameters["triton_final_response"].bool_param:
+                break
+        return received
 
     def first_token(self) -> float:
         """Seconds to the first token of a single request, its connection made before."""
-        return self._stream(1)[0]
+        with contextlib.closing(Request(self._url, READY_SECONDS)) as request:
+            request.is_for_ensemble("paged_llm")
+            inputs = self._inputs(1)
+            began = time.perf_counter()
+            first = 0.0
+            for _ in request.start("paged_llm", inputs, list(OUTPUTS)):
+                first = first or time.perf_counter() - began
+        return first
 
-    def _stream(self, tokens: int) -> tuple[float, int]:
-        inputs = {
+    def _inputs(self, tokens: int) -> dict[str, object]:
+        return {
             "text_input": fresh_prompt(),
             "stream": True,
             "return_num_output_tokens": True,
             "sampling_parameters": json.dumps({"temperature": 0, "max_tokens": tokens, "ignore_eos": True}),
         }
-        with contextlib.closing(Request(self._url, READY_SECONDS)) as request:
-            request.is_for_ensemble("paged_llm")
-            began = time.perf_counter()
-            first, received = 0.0, 0
-            for result in request.start("paged_llm", inputs, ["text_output", "num_output_tokens"]):
-                first = first or time.perf_counter() - began
-                received += int(result.as_numpy("num_output_tokens").sum())
-        return first, received
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ class Request:
         try:
             self._client.async_stream_infer(
                 model,
-                [_tensor(name, value) for name, value in inputs.items()],
+                [as_tensor(name, value) for name, value in inputs.items()],
                 outputs=[grpc.InferRequestedOutput(name) for name in outputs],
                 request_id=self.request_id,
                 # The last response may be empty: without this the client would not learn of it.
@@ -158,7 +158,7 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(130)
 
 
-def _tensor(name: str, value: Any) -> grpc.InferInput:
+def as_tensor(name: str, value: Any) -> grpc.InferInput:
     """Scalars become tensors of one element; sequences of numbers are token ids."""
     if isinstance(value, str):
         data = np.array([value.encode()], dtype=np.object_)

@@ -45,6 +45,11 @@ def _register_blocks(rows, half):
     return [(range(r, min(rows, r + most)), [v]) for r in range(0, rows, most) for v in range(2)]
 
 
+def _cast(emit, data, offset, kind):
+    """A pointer to elements of another type, from an element offset on."""
+    return emit.b.bitcast(emit.b.gep(data, [offset]), kind.as_pointer())
+
+
 @intrinsic(prefer_literal=True)
 def panel_product(typingctx, c, c_off, c_row, more, a, a_off, a_row, panel, panel_off, depth, next_off, pace, rows):
     """c[r, :] = sum over k of a[r, k] * panel[k, :], for `rows` rows (a literal of ROW_BLOCKS); added to what is in c
@@ -64,10 +69,9 @@ def panel_product(typingctx, c, c_off, c_row, more, a, a_off, a_row, panel, pane
         out = emit.base(sig.args[0], args[0])
         element = _I32 if half else _F32
         step = 2 if half else 1
-        rows_at = builder.bitcast(builder.gep(emit.base(sig.args[4], args[4])[0], [args[5]]), element.as_pointer())
-        weights = builder.bitcast(
-            builder.gep(emit.base(sig.args[7], args[7])[0], [args[8]]), ir.VectorType(element, _LANES).as_pointer()
-        )
+        activations, panels = emit.base(sig.args[4], args[4])[0], emit.base(sig.args[7], args[7])[0]
+        rows_at = _cast(emit, activations, args[5], element)
+        weights = _cast(emit, panels, args[8], ir.VectorType(element, _LANES))
         steps = builder.sdiv(args[9], emit.i64(step))
         row_steps = builder.sdiv(args[6], emit.i64(step))
         starts = [builder.gep(rows_at, [builder.mul(row_steps, emit.i64(r))]) for r in range(count)]
@@ -75,8 +79,7 @@ def panel_product(typingctx, c, c_off, c_row, more, a, a_off, a_row, panel, pane
         zero, more = emit.const(0.0, _LANES), builder.icmp_signed("!=", args[3], emit.i64(0))
 
         blocks = _register_blocks(count, half)
-        coming = builder.gep(emit.base(sig.args[7], args[7])[0], [args[10]])
-        coming = builder.bitcast(coming, ir.IntType(8).as_pointer())
+        coming = _cast(emit, panels, args[10], ir.IntType(8))
         share = builder.fmul(args[11], ir.Constant(args[11].type, count / len(blocks)))
         stride = builder.add(builder.fptosi(share, _I64), emit.i64(1))
 
@@ -86,10 +89,9 @@ def panel_product(typingctx, c, c_off, c_row, more, a, a_off, a_row, panel, pane
             def body(k, acc):
                 at = builder.mul(k, emit.i64(2))
                 pair = [builder.load(builder.gep(weights, [emit.at(at, i)]), align=4) for i in vectors]
-                line = builder.gep(coming, [builder.add(first, builder.mul(stride, k))])
-                emit.prefetch(line)
-                if len(blocks) == 1:
-                    emit.prefetch(builder.gep(line, [emit.i64(_LINE_BYTES)]))
+                for line in range(2 if len(blocks) == 1 else 1):
+                    place = builder.add(first, builder.mul(stride, k))
+                    emit.prefetch(builder.gep(coming, [emit.at(place, line * _LINE_BYTES)]))
                 new = []
                 for r in rows:
                     scalar = emit.splat(builder.load(builder.gep(starts[r], [k]), align=4), _LANES)
