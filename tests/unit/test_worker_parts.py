@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -117,6 +121,23 @@ def test_cache_layout_is_the_block_formula():
     assert cache.shape == (2, 2, 6, 2, 8, 16)
     assert cache.numel() * cache.element_size() == 6 * kv_block_bytes(SHAPE, 8, "bfloat16")
     assert cache[0, 0, 3, 1].is_contiguous()  # a tile
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mincore as Linux has it")
+def test_the_first_request_waits_for_no_memory():
+    """The first blocks of every layer are there already, the rest of a large cache is not."""
+    cache = allocate_kv_cache(SHAPE, 1 << 14, 16, torch.float32, torch.device("cpu"))
+    page, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
+
+    def is_there(block: torch.Tensor) -> bool:
+        state = (ctypes.c_ubyte * 1)()
+        address = block.data_ptr() // page * page
+        assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(page), state) == 0
+        return bool(state[0] & 1)
+
+    places = [(layer, part) for layer in range(SHAPE.num_layers) for part in range(2)]
+    assert all(is_there(cache[place][1]) for place in places)
+    assert not any(is_there(cache[place][-2048]) for place in places)
 
 
 def test_impossible_allocation():
