@@ -252,8 +252,9 @@ def test_a_failing_engine_answers_everybody_and_takes_nobody(config, monkeypatch
         raise RuntimeError("out of cheese")
 
     monkeypatch.setattr(engine.worker, "execute", fail)
-    thread.start()
+    # Before the start: the first step fails, and what comes after it is refused at once.
     clients = [_submit(thread, str(i)) for i in range(2)]
+    thread.start()
     for client in clients:
         error = client.result()[1]
         assert isinstance(error, EngineDeadError)
