@@ -1,12 +1,13 @@
 """What Triton Server and gRPC cost: the same load on the engine alone and through a server, in one run.
 
-    python benchmarks/server_overhead.py [--model MODEL] [--streams 32] [--tokens 64] [--rounds 3]
+    python benchmarks/server_overhead.py [--model MODEL] [--streams 32] [--tokens 64] [--rounds 3] [--threads N]
 
 Prints the tokens per second of `--streams` concurrent streams, and the median time to the first token (TTFT) of one
 stream at a time, both ways. Rounds alternate between the two, so that a machine that changes its speed changes both.
 The clients share the machine with the server: on few cores, what they use is part of the difference, so the CPU time
-of clients, server and model process is printed too. Each prompt is used once, so no round profits from another's prefix
-cache.
+of clients, server and model process is printed too. With fewer `--threads` than cores, for the engine both ways, they
+use cores that the engine does not, as clients on other machines do. Each prompt is used once, so no round profits from
+another's prefix cache.
 """
 
 from __future__ import annotations
@@ -19,9 +20,7 @@ import json
 import os
 import re
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -34,13 +33,13 @@ from common import Request, as_tensor
 from tritonclient import grpc
 from tritonclient.grpc import aio as grpc_aio
 
+from benchmarks.serving.run_triton import Server
 from paged_backend.config import DEFAULT_MODEL, EngineConfig
 from paged_backend.engine.engine import Engine
 from paged_backend.model_source import resolve_model
 from paged_backend.sampling_params import SamplingParams
 
-ROOT = Path(__file__).resolve().parents[1]
-READY_SECONDS = 600
+ANSWER_SECONDS = 600
 OUTPUTS = ("text_output", "num_output_tokens")
 TOPICS = ("rivers", "bread", "the moon", "chess", "bees", "bridges", "glass", "rain")
 _numbers = itertools.count(1000)
@@ -120,7 +119,7 @@ class ThroughServer:
 
     def first_token(self) -> float:
         """Seconds to the first token of a single request, its connection made before."""
-        with contextlib.closing(Request(self._url, READY_SECONDS)) as request:
+        with contextlib.closing(Request(self._url, ANSWER_SECONDS)) as request:
             request.is_for_ensemble("paged_llm")
             inputs = self._inputs(1)
             began = time.perf_counter()
@@ -139,25 +138,13 @@ class ThroughServer:
 
 
 @contextlib.contextmanager
-def server(model: str) -> Iterator[tuple[str, int]]:
-    """A server of the project's model repository on free ports; its gRPC address and the process id of its launcher."""
-    ports = [f"--{service}-port=0" for service in ("http", "grpc", "metrics")]
-    command = [sys.executable, "-m", "paged_backend.cli", "serve", f"--model={model}", *ports]
-    with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log) as process:
-        try:
-            deadline = time.monotonic() + READY_SECONDS
-            while (found := re.search(r"gRPC (\S+) ", _text(log))) is None:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit(f"the server did not start:\n{_text(log)}")
-                time.sleep(0.2)
-            yield found[1], process.pid
-        finally:
-            process.terminate()
-
-
-def _text(log: object) -> str:
-    log.seek(0)  # type: ignore[attr-defined]
-    return log.read()  # type: ignore[attr-defined]
+def server(arguments: dict[str, object]) -> Iterator[tuple[str, int]]:
+    """A server of its own; its gRPC address and the process id of its launcher."""
+    made = Server(arguments)
+    try:
+        yield made.wait_ready(), made.pid
+    finally:
+        made.stop()
 
 
 def cpu_seconds(launcher: int) -> dict[str, float]:
@@ -193,13 +180,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of each stream (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--singles", type=int, default=20, help="requests per round for TTFT (default: %(default)s)")
+    parser.add_argument("--threads", type=int, help="of the engine (default: as many as the process may use)")
+    parser.add_argument("--stream-interval", type=int, default=1, help="tokens per response (default: %(default)s)")
     parsed = parser.parse_args()
     model = str(resolve_model(parsed.model).path)
-    engine = EngineAlone(EngineConfig(model=model), parsed.tokens)
+    engine = EngineAlone(EngineConfig(model=model, num_threads=parsed.threads), parsed.tokens)
+    served = {"model": model, "num_threads": parsed.threads, "stream_interval": parsed.stream_interval}
     rates: dict[str, list[float]] = {"engine": [], "server": []}
     firsts: dict[str, list[float]] = {"engine": [], "server": []}
     spent: list[dict[str, float]] = []
-    with server(model) as (url, launcher):
+    with server(served) as (url, launcher):
         ways = {"engine": engine, "server": ThroughServer(url, parsed.tokens)}
         for way in ways.values():
             way.together(2)

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
@@ -38,10 +38,17 @@ _STOP_SECONDS = 60.0
 _ID_BYTES = 4
 
 
-class _Server:
-    """`paged-backend serve` on a repository with the engine model alone."""
+class Server:
+    """`paged-backend serve` on a repository with the engine model alone, on free ports.
 
-    def __init__(self, arguments: dict[str, object]) -> None:
+    Args:
+        arguments: what the model's `model.json` says.
+
+    Attributes:
+        pid: of the launcher, whose descendants the server and the model's process are.
+    """
+
+    def __init__(self, arguments: Mapping[str, object]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="paged-bench-")
         models, self._log = Path(self._folder.name, "models"), Path(self._folder.name, "log")
         shutil.copytree(ROOT / "model_repository" / "paged_llm", models / "paged_llm")
@@ -53,6 +60,7 @@ class _Server:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
             )
+        self.pid = self._process.pid
 
     def wait_ready(self) -> str:
         """The gRPC address, once the model is served.
@@ -86,7 +94,7 @@ class TritonRunner:
     def __init__(self, options: Options) -> None:
         self.versions = {name: version(name) for name in ("paged-backend", "nvidia-pytriton", "tritonclient")}
         self._requests: queue.SimpleQueue[ModelInferRequest | None] = queue.SimpleQueue()
-        self._server = _Server(engine_arguments(options))
+        self._server = Server(engine_arguments(options))
         try:
             self._channel = grpc.insecure_channel(self._server.wait_ready())
         except BaseException:
