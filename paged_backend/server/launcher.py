@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 import os
+import select
 import shlex
 import signal
 import sys
-import threading
 import time
 import urllib.parse
 from dataclasses import dataclass
@@ -27,6 +27,8 @@ from paged_backend.server.scratch import scratch_folder
 from paged_backend.server.stubs import StubWatch
 
 _POLL_SECONDS = 0.2
+# How often a running server's new stubs are looked for; what ends, the kernel says at once.
+_SCAN_SECONDS = 1.0
 # What the server may take to send the last answers, and to unload its models, once the engines have drained.
 _ANSWER_SECONDS = 2.0
 _UNLOAD_SECONDS = 8.0
@@ -59,7 +61,7 @@ class StopRequests:
 
     def __init__(self) -> None:
         self._count = 0
-        self._any = threading.Event()
+        self._asked = os.eventfd(0)
 
     def __enter__(self) -> StopRequests:
         # Explicit handlers also where a shell started this in the background with SIGINT ignored.
@@ -69,10 +71,16 @@ class StopRequests:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        os.close(self._asked)
 
-    def wait(self, seconds: float) -> bool:
-        """Sleep up to `seconds`; True as soon as a stop was asked for."""
-        return self._any.wait(seconds)
+    def wait(self, seconds: float, *others: int) -> bool:
+        """Sleep up to `seconds`, or until one of `others`, file descriptors, is readable; whether a stop was asked for,
+        which also ends the sleep. Only while this is entered."""
+        poll = select.poll()
+        for fd in (self._asked, *others):
+            poll.register(fd, select.POLLIN)
+        poll.poll(seconds * 1000)
+        return self._count > 0
 
     def hurry(self) -> bool:
         """Whether a stop was asked for more than once."""
@@ -80,7 +88,7 @@ class StopRequests:
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
         self._count += 1
-        self._any.set()
+        os.eventfd_write(self._asked, 1)
 
 
 def serve(options: ServeOptions) -> int:
@@ -119,6 +127,7 @@ def serve(options: ServeOptions) -> int:
                 _announce_stop(0, options)
         finally:
             orderly = server.stop(grace, lambda: stop.hurry() or log.gave_up_waiting)
+            stubs.close()
             log.join(1.0)
             # A server that was killed, this one or an earlier, has left its own.
             sweep_python_env()
@@ -194,7 +203,7 @@ def _supervise(server: process.ServerProcess, log: ServerLog, stubs: StubWatch, 
                 f"the process of model {stub.model!r} {stub.ending}; ended the server, so that no client waits for it",
                 log.explain(),
             )
-        if stop.wait(_POLL_SECONDS):
+        if stop.wait(_POLL_SECONDS if stubs.unsure else _SCAN_SECONDS, *server.pidfds, *stubs.pidfds):
             return
         if server.exit_code is not None:
             before = [

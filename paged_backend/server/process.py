@@ -31,8 +31,20 @@ def new_region_prefix() -> str:
     return f"paged_backend_{os.getpid()}_{secrets.token_hex(4)}_"
 
 
+def open_pidfd(pid: int) -> list[int]:
+    """A file descriptor that is readable once a process has ended, collected or not; none if it is gone, or on a
+    kernel without them (Linux before 5.3, some sandboxes)."""
+    with contextlib.suppress(OSError):
+        return [os.pidfd_open(pid)]
+    return []
+
+
 class ServerProcess:
-    """A started server. `stop()` must be called, whether or not it still runs."""
+    """A started server. `stop()` must be called, whether or not it still runs.
+
+    Attributes:
+        pidfds: see `open_pidfd`; closed by `stop()`.
+    """
 
     def __init__(self, command: Sequence[str], variables: dict[str, str], region_prefix: str) -> None:
         """Start `command` with the environment `variables`.
@@ -66,6 +78,7 @@ class ServerProcess:
             )
         except OSError as error:
             raise LaunchError(f"cannot start {command[0]}: {error.strerror or error}") from error
+        self.pidfds = open_pidfd(self._process.pid)
 
     @property
     def output(self) -> IO[bytes]:
@@ -96,6 +109,8 @@ class ServerProcess:
         orderly = self._ask_to_stop(grace, hurry)
         self._kill_group()
         sweep_regions(self._region_prefix)
+        while self.pidfds:
+            os.close(self.pidfds.pop())
         return orderly
 
     def _ask_to_stop(self, grace: float, hurry: Callable[[], bool]) -> bool:

@@ -180,6 +180,7 @@ class LLMModel:
         )
         with self._live_lock:
             self._live[key] = stream
+        self._watcher.wake()
         try:
             self._engine_thread.submit(engine_request, stream.sink, wait=self._settings.when_full == "block")
         except PagedBackendError:
@@ -201,6 +202,7 @@ class LLMModel:
 
     def _refuse(self, sender: Any, error: PagedBackendError) -> None:
         self._metrics.refused(error.code)
+        self._watcher.wake()
         try:
             send_error(sender, error)
         except Exception:

@@ -16,12 +16,15 @@ from paged_backend.triton_adapter.sender import ResponseStream
 logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.05
+# With no request since `_LINGER_S`, in which the engine's last counts come in, there is only the heartbeat to publish.
+_IDLE_INTERVAL_S = 1.0
+_LINGER_S = 1.0
 # A round trip takes about 0.1 ms. With many live requests the sweeps space out rather than eat a core.
 _MAX_SHARE = 0.1
 
 
 class Watcher:
-    """Sweeps over the live requests every 50 ms, or less often if there are many.
+    """Sweeps over the live requests every 50 ms, less often if there are many, once a second if there are none.
 
     Args:
         live: the live requests' streams, as a new list.
@@ -36,26 +39,41 @@ class Watcher:
         self._abort = abort
         self._publish = publish
         self._stop = threading.Event()
+        self._news = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paged-watcher", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
+    def wake(self) -> None:
+        """There is something to look after: a new live request, or something to publish."""
+        self._news.set()
+
     def stop(self) -> None:
         """End the thread after the sweep it is in."""
         self._stop.set()
+        self._news.set()
         self._thread.join()
 
     def _run(self) -> None:
         pause = _INTERVAL_S
+        idle_since = time.monotonic()
         while not self._stop.wait(pause):
+            # Cleared before the look: what comes during it is seen by the next.
+            woken = self._news.is_set()
+            self._news.clear()
             began = time.monotonic()
             try:
                 self._sweep()
             except Exception:
                 logger.exception("looking after the live requests failed")
-            pause = max(_INTERVAL_S, (time.monotonic() - began) / _MAX_SHARE)
+            now = time.monotonic()
+            pause = max(_INTERVAL_S, (now - began) / _MAX_SHARE)
+            if woken or self._live():
+                idle_since = now
+            elif now - idle_since >= _LINGER_S:
+                self._news.wait(_IDLE_INTERVAL_S)
 
     def _sweep(self) -> None:
         for stream in self._live():

@@ -191,6 +191,17 @@ def thread(config):
     made.shutdown(0)
 
 
+def _slow_down(engine: Engine) -> None:
+    """Steps of 20 ms: LONG requests live for seconds, on whatever machine."""
+    execute = engine.worker.execute
+
+    def slowly(plan):
+        time.sleep(0.02)
+        return execute(plan)
+
+    engine.worker.execute = slowly
+
+
 def _submit(thread: EngineThread, request_id: str, params: SamplingParams = GREEDY) -> Client:
     client = Client()
     thread.submit(thread.engine.make_request(request_id, [1, 2], params), client.items.put)
@@ -218,6 +229,7 @@ def test_many_threads_submit_and_each_gets_its_own(thread):
 
 
 def test_abort_answers_and_an_unknown_id_is_fine(thread):
+    _slow_down(thread.engine)
     client = _submit(thread, "a", LONG)
     thread.abort("nobody")
     thread.abort("a")
@@ -238,6 +250,7 @@ def test_shutdown_lets_live_requests_finish(config):
 
 def test_shutdown_without_time_answers_with_an_error(config):
     thread = EngineThread(Engine(config))
+    _slow_down(thread.engine)
     thread.start()
     clients = [_submit(thread, str(i), LONG) for i in range(4)]
     thread.shutdown(0)
@@ -295,9 +308,10 @@ def test_a_submitter_may_wait_for_room(config, end):
     waiter.start()
     with pytest.raises(queue.Empty):
         outcome.get(timeout=0.1)
-    thread.start()
+    # Drained before it starts: otherwise a fast engine might make room first.
     if end == "drain":
         thread.drain(0)
+    thread.start()
     waiter.join(30)
     answer = outcome.get(timeout=5)
     if end == "drain":

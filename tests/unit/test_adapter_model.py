@@ -43,6 +43,17 @@ def ask(text, sender=None, *, tokens=8, **params):
     return sender, Request(values, text_input=text, sender=sender, exclude_input_in_output=True)
 
 
+def slow_down(model):
+    """Steps of 20 ms: long requests live for seconds, on whatever machine."""
+    execute = model._engine.worker.execute
+
+    def slowly(plan):
+        time.sleep(0.02)
+        return execute(plan)
+
+    model._engine.worker.execute = slowly
+
+
 def wait_for(condition):
     deadline = time.monotonic() + 20
     while not condition():
@@ -86,6 +97,7 @@ def test_a_request_that_breaks_the_taking_in_fails_alone(model):
 
 def test_unloading_answers_every_live_request_once(model):
     assert model.is_ready()
+    slow_down(model)
     live = [ask("the cat", tokens=200) for _ in range(3)]
     model.execute([request for _, request in live])
     wait_for(lambda: model._engine_thread.stats()["requests_running"] == 3)
@@ -100,6 +112,7 @@ def test_unloading_answers_every_live_request_once(model):
 def test_a_failing_engine_answers_every_live_request_and_ends_the_process(model, monkeypatch):
     exits = []
     monkeypatch.setattr(backend.os, "_exit", exits.append)
+    slow_down(model)
     live = [ask("the cat", tokens=200) for _ in range(3)]
     model.execute([request for _, request in live])
     wait_for(lambda: model._engine_thread.stats()["requests_running"] == 3)

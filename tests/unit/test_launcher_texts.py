@@ -1,9 +1,13 @@
-"""What the launcher suggests and how it sums up, without a server."""
+"""What the launcher suggests, how it waits and how it sums up, without a server."""
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -49,3 +53,20 @@ def test_the_last_line_and_the_exit_code(
 ) -> None:
     assert launcher._farewell(killed, lost) == code
     assert capsys.readouterr().out == f"{text}\n"
+
+
+def test_a_signal_and_a_file_descriptor_end_a_wait() -> None:
+    with launcher.StopRequests() as stop:
+        reader, writer = os.pipe()
+        assert not stop.wait(0.01, reader)
+        os.write(writer, b"x")
+        began = time.monotonic()
+        assert not stop.wait(20, reader)
+        os.read(reader, 1)
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        assert stop.wait(20, reader)
+        assert stop.wait(20)
+        assert time.monotonic() - began < 10
+        assert not stop.hurry()
+    os.close(reader)
+    os.close(writer)

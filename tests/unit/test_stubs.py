@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import shutil
 import subprocess
 import time
@@ -64,6 +65,44 @@ def test_a_dead_stub_is_reported_once_it_is_sure(start):
     assert [(stub.pid, stub.ending) for stub in watch.dead_before_server()] == [(dead.pid, "exited with code 1")]
     reported = [stub.pid for _ in range(10) for stub in watch.poll()]
     assert reported == [dead.pid]
+
+
+def _readable(fds: list[int], seconds: float) -> bool:
+    return bool(select.select(fds, [], [], seconds)[0])
+
+
+def test_the_end_of_a_stub_wakes_whoever_waits_for_it(start):
+    watch = StubWatch(os.getpid())
+    stub, ended = start("60"), start("61")
+    watch.poll()
+    assert len(watch.pidfds) == 2
+    assert not watch.unsure
+    assert not _readable(watch.pidfds, 0.05)
+    ended.kill()
+    assert _readable(watch.pidfds, 5)
+    # From here on it is looked at now and then: who waits must not be woken again and again.
+    watch.poll()
+    assert watch.unsure
+    assert len(watch.pidfds) == 1
+    assert not _readable(watch.pidfds, 0.05)
+    ended.wait()
+    watch.poll()
+    assert not watch.unsure
+    stub.kill()
+    assert _readable(watch.pidfds, 5)
+    stub.wait()
+    watch.poll()
+    assert watch.pidfds == []
+
+
+def test_closing_leaves_no_file_descriptor_open(start):
+    before = len(os.listdir("/proc/self/fd"))
+    watch = StubWatch(os.getpid())
+    start("60")
+    watch.poll()
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    watch.close()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_stub_that_was_collected_ended_as_it_should(start):
