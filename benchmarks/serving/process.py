@@ -22,6 +22,10 @@ _STOP_SECONDS = 90.0
 # A runner may have a server to stop.
 _KILL_SECONDS = 45.0
 _TAIL_BYTES = 2000
+# A measurement begins when others used at most this share of the CPU for so long, or after so long at the latest.
+_QUIET_SHARE = 0.03
+_LOOK_SECONDS = 0.5
+_QUIET_SECONDS = 15.0
 
 
 class PeerError(Exception):
@@ -76,6 +80,7 @@ class PeerProcess:
             PeerError: the system failed, ended or took longer than `timeout` seconds; in the latter cases it is gone.
         """
         assert self._process.stdin is not None
+        _wait_until_quiet()
         before = _busy_seconds(), self._own_seconds(), time.monotonic()
         try:
             print(json.dumps(job), file=self._process.stdin, flush=True)
@@ -144,6 +149,18 @@ class PeerProcess:
         while grown := {pid for pid, (parent, _) in times.items() if parent in family} - family:
             family |= grown
         return sum(times[pid][1] for pid in family if pid in times)
+
+
+def _wait_until_quiet() -> None:
+    """Until hardly anything runs, or `_QUIET_SECONDS` have passed: some systems look for work for seconds after their
+    last, and would take CPU time from the one measured after them."""
+    deadline = time.monotonic() + _QUIET_SECONDS
+    most = _QUIET_SHARE * _LOOK_SECONDS * (os.cpu_count() or 1)
+    while time.monotonic() < deadline:
+        before = _busy_seconds()
+        time.sleep(_LOOK_SECONDS)
+        if _busy_seconds() - before <= most:
+            return
 
 
 def _busy_seconds() -> float:

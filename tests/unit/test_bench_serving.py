@@ -11,12 +11,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.roofline import Chunk, Machine, ModelWork, ideal_timelines
 from benchmarks.serving import __main__ as bench
-from benchmarks.serving import setup_peer
+from benchmarks.serving import process, setup_peer
 from benchmarks.serving.drive import drive
 from benchmarks.serving.harness import Harness, Setup
 from benchmarks.serving.peers import LABELS, PEERS
@@ -342,15 +343,33 @@ for line in sys.stdin:
 
 
 def test_a_process_that_fails_is_named_and_one_that_ends_is_gone(tmp_path):
-    process = PeerProcess([sys.executable, "-c", _STAND_IN], dict(os.environ), tmp_path, tmp_path / "log", 60.0)
-    assert process.measure({"workload": "w1"}, 60.0)["seconds"] == 1
+    runner = PeerProcess([sys.executable, "-c", _STAND_IN], dict(os.environ), tmp_path, tmp_path / "log", 60.0)
+    assert runner.measure({"workload": "w1"}, 60.0)["seconds"] == 1
     with pytest.raises(PeerError, match="not today"):
-        process.measure({"workload": "no"}, 60.0)
-    assert process.alive, "a job that fails does not end the system"
+        runner.measure({"workload": "no"}, 60.0)
+    assert runner.alive, "a job that fails does not end the system"
     with pytest.raises(PeerError, match=r"it is over.*log"):
-        process.measure({"workload": "end"}, 60.0)
-    assert not process.alive
-    process.close()
+        runner.measure({"workload": "end"}, 60.0)
+    assert not runner.alive
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("busy", "looks"), [([1.0, 1.0, 0.0, 1.0], 3), ([1.0] * 100, 10)], ids=["quiet", "never quiet"]
+)
+def test_a_measurement_waits_until_the_machine_is_quiet(monkeypatch, busy, looks):
+    """`busy`: CPU seconds that others use during one look after the other."""
+    now, used = [0.0], [0.0]
+
+    def sleep(seconds):
+        used[0] += busy[round(now[0] / process._LOOK_SECONDS)]
+        now[0] += seconds
+
+    monkeypatch.setattr(process, "_QUIET_SECONDS", 10 * process._LOOK_SECONDS)
+    monkeypatch.setattr(process, "_busy_seconds", lambda: used[0])
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    process._wait_until_quiet()
+    assert now[0] == looks * process._LOOK_SECONDS
 
 
 def test_a_runner_that_cannot_load_says_why(tiny_llama, tmp_path):
