@@ -3,7 +3,8 @@
     python benchmarks/server_overhead.py [--model MODEL] [--streams 32] [--tokens 64] [--rounds 3] [--threads N]
 
 Prints the tokens per second of `--streams` concurrent streams, and the median time to the first token (TTFT) of one
-stream at a time, both ways. Rounds alternate between the two, so that a machine that changes its speed changes both.
+stream at a time, both ways. They take turns, with every round and every single stream, so that a machine that changes
+its speed changes both.
 The clients share the machine with the server: on few cores, what they use is part of the difference, so the CPU time
 of clients, server and model process is printed too. With fewer `--threads` than cores, for the engine both ways, they
 use cores that the engine does not, as clients on other machines do. Each prompt is used once, so no round profits from
@@ -199,7 +200,9 @@ def main() -> None:
                 rates[name].append(tokens_per_second(way.together, parsed.streams))
                 if name == "server":
                     spent.append({kind: value - before[kind] for kind, value in cpu_seconds(launcher).items()})
-                firsts[name] += [way.first_token() for _ in range(parsed.singles)]
+            for _ in range(parsed.singles):
+                for name, way in ways.items():
+                    firsts[name].append(way.first_token())
     engine.close()
     report(rates, firsts, parsed.streams)
     tokens = parsed.streams * parsed.tokens
@@ -219,7 +222,8 @@ def report(rates: dict[str, list[float]], firsts: dict[str, list[float]], stream
         f"through the server: {100 * speed['server'] / speed['engine']:.1f} % of the engine's tokens per second, ",
         end="",
     )
-    print(f"{ttft['server'] - ttft['engine']:+.2f} ms TTFT")
+    more = statistics.median(server - engine for server, engine in zip(firsts["server"], firsts["engine"], strict=True))
+    print(f"{more * 1000:+.2f} ms TTFT (median over pairs)")
 
 
 if __name__ == "__main__":
