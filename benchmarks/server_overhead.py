@@ -5,6 +5,7 @@
 Prints the tokens per second of `--streams` concurrent streams, and the median time to the first token (TTFT) of one
 stream at a time, both ways. They take turns, with every round and every single stream, so that a machine that changes
 its speed changes both.
+
 The clients share the machine with the server: on few cores, what they use is part of the difference, so the CPU time
 of clients, server and model process is printed too. With fewer `--threads` than cores, for the engine both ways, they
 use cores that the engine does not, as clients on other machines do. Each prompt is used once, so no round profits from

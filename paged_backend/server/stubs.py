@@ -83,11 +83,7 @@ class StubWatch:
         """The stubs that have died since the last call, each reported once it is sure."""
         dead = []
         children = _children(self._server_pid)
-        if children:
-            # Collected by the server since, so they ended as they should. Of a server that is gone nothing is known.
-            for known in (self._seen_dead, self._models, self._sightings):
-                for pid in known.keys() - set(children):
-                    del known[pid]
+        self._forget_collected()
         for pid in self._pidfds.keys() - set(children):
             self._unwatch(pid)
         for pid in children:
@@ -103,6 +99,13 @@ class StubWatch:
             if self._sightings[pid] == _SIGHTINGS:
                 dead.append(self._seen_dead[pid])
         return dead
+
+    def _forget_collected(self) -> None:
+        """Stubs that the server has collected ended as they should. Those of a server that is gone are children of this
+        process, and known until it collects them itself."""
+        for pid in [pid for pid in {*self._models, *self._seen_dead} if not (_PROC / str(pid)).exists()]:
+            for known in (self._models, self._sightings, self._seen_dead):
+                known.pop(pid, None)
 
     def _unwatch(self, pid: int) -> None:
         for fd in self._pidfds.pop(pid, []):

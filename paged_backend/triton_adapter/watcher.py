@@ -64,21 +64,25 @@ class Watcher:
             woken = self._news.is_set()
             self._news.clear()
             began = time.monotonic()
+            live = True
             try:
-                self._sweep()
+                live = self._sweep()
             except Exception:
                 logger.exception("looking after the live requests failed")
             now = time.monotonic()
             pause = max(_INTERVAL_S, (now - began) / _MAX_SHARE)
-            if woken or self._live():
+            if woken or live:
                 idle_since = now
-            elif now - idle_since >= _LINGER_S:
+            elif now - idle_since >= _LINGER_S and not self._stop.is_set():
                 self._news.wait(_IDLE_INTERVAL_S)
 
-    def _sweep(self) -> None:
-        for stream in self._live():
+    def _sweep(self) -> bool:
+        """Whether there was a live request."""
+        live = list(self._live())
+        for stream in live:
             if self._stop.is_set():
-                return
+                return True
             if stream.poll_cancelled():
                 self._abort(stream.key)
         self._publish()
+        return bool(live)

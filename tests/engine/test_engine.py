@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from slow_steps import slow_down
 
 from paged_backend import LLM, SamplingParams
 from paged_backend.config import EngineConfig
@@ -191,17 +192,6 @@ def thread(config):
     made.shutdown(0)
 
 
-def _slow_down(engine: Engine) -> None:
-    """Steps of 20 ms: LONG requests live for seconds, on whatever machine."""
-    execute = engine.worker.execute
-
-    def slowly(plan):
-        time.sleep(0.02)
-        return execute(plan)
-
-    engine.worker.execute = slowly
-
-
 def _submit(thread: EngineThread, request_id: str, params: SamplingParams = GREEDY) -> Client:
     client = Client()
     thread.submit(thread.engine.make_request(request_id, [1, 2], params), client.items.put)
@@ -229,7 +219,7 @@ def test_many_threads_submit_and_each_gets_its_own(thread):
 
 
 def test_abort_answers_and_an_unknown_id_is_fine(thread):
-    _slow_down(thread.engine)
+    slow_down(thread.engine)
     client = _submit(thread, "a", LONG)
     thread.abort("nobody")
     thread.abort("a")
@@ -250,7 +240,7 @@ def test_shutdown_lets_live_requests_finish(config):
 
 def test_shutdown_without_time_answers_with_an_error(config):
     thread = EngineThread(Engine(config))
-    _slow_down(thread.engine)
+    slow_down(thread.engine)
     thread.start()
     clients = [_submit(thread, str(i), LONG) for i in range(4)]
     thread.shutdown(0)

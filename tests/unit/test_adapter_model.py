@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from slow_steps import slow_down
 from stub_stand_in import Request, Sender, install
 
 from paged_backend.triton_adapter import backend
@@ -41,17 +42,6 @@ def ask(text, sender=None, *, tokens=8, **params):
     sender = sender or Sender()
     values = {**GREEDY, "max_tokens": tokens, **params}
     return sender, Request(values, text_input=text, sender=sender, exclude_input_in_output=True)
-
-
-def slow_down(model):
-    """Steps of 20 ms: long requests live for seconds, on whatever machine."""
-    execute = model._engine.worker.execute
-
-    def slowly(plan):
-        time.sleep(0.02)
-        return execute(plan)
-
-    model._engine.worker.execute = slowly
 
 
 def wait_for(condition):
@@ -97,7 +87,7 @@ def test_a_request_that_breaks_the_taking_in_fails_alone(model):
 
 def test_unloading_answers_every_live_request_once(model):
     assert model.is_ready()
-    slow_down(model)
+    slow_down(model._engine)
     live = [ask("the cat", tokens=200) for _ in range(3)]
     model.execute([request for _, request in live])
     wait_for(lambda: model._engine_thread.stats()["requests_running"] == 3)
@@ -112,7 +102,7 @@ def test_unloading_answers_every_live_request_once(model):
 def test_a_failing_engine_answers_every_live_request_and_ends_the_process(model, monkeypatch):
     exits = []
     monkeypatch.setattr(backend.os, "_exit", exits.append)
-    slow_down(model)
+    slow_down(model._engine)
     live = [ask("the cat", tokens=200) for _ in range(3)]
     model.execute([request for _, request in live])
     wait_for(lambda: model._engine_thread.stats()["requests_running"] == 3)

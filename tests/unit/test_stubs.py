@@ -116,6 +116,18 @@ def test_a_stub_that_was_collected_ended_as_it_should(start):
     assert watch.dead_before_server() == []
 
 
+def test_the_only_stub_that_was_collected_is_forgotten(start):
+    watch = StubWatch(os.getpid())
+    ended = start("/models/paged_llm/1/model.py")
+    _wait_until_dead(ended.pid)
+    watch.poll()
+    assert watch.unsure
+    ended.wait()
+    assert watch.poll() == []
+    assert not watch.unsure
+    assert watch.dead_before_server() == []
+
+
 def test_a_stub_whose_server_aborts_at_once_is_known_all_the_same(binary, heir):
     server = subprocess.Popen(["sh", "-c", f"{binary} 60 & {binary} 61 & exec sleep 62"])
     watch = StubWatch(server.pid)
