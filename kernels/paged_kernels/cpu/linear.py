@@ -18,7 +18,15 @@ from numba import carray
 from paged_kernels.cpu.memory import Arena
 from paged_kernels.cpu.micro import code_tag, has_wide_registers, load_row
 from paged_kernels.cpu.primitives import fetch_add, pointer
-from paged_kernels.cpu.products import PANEL_OUTPUTS, PANEL_STEP_BYTES, ROW_BLOCKS, TAG, gate, panel_product
+from paged_kernels.cpu.products import (
+    PANEL_OUTPUTS,
+    PANEL_STEP_BYTES,
+    ROW_BLOCKS,
+    TAG,
+    asking_panel_product,
+    gate,
+    panel_product,
+)
 from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel
 
 LINEAR_ARGUMENTS = Arguments("a weight bias out", "rows rows_per_item panels depth outputs a_row out_row has_bias")
@@ -28,7 +36,8 @@ _GROUP_BYTES = 384 << 10  # of activations that all panels go over
 _GROUP_ROWS = 64  # at least, so that panels are not read too often
 _CHUNK_BYTES = 8 << 10  # of a panel, used by all rows while it is in a core's first-level cache and the next comes
 _BLOCK_ROWS = 256  # whose sums are kept apart at once
-# With so few rows of float32 a core without AVX-512 finds what comes next by itself, sooner than by being asked.
+# With so few rows of float32 a core without AVX-512 finds what comes next by itself, sooner than by being asked: what
+# it can look ahead is limited by the loads on their way.
 _UNASKED_ROWS = 2
 
 
@@ -116,6 +125,8 @@ def build_linear(element: type, epilogue: str):
         plain = carray(pointer(args.out), UNBOUNDED, np.float32)
         block = min(args.rows_per_item, block_rows)
         c = np.empty(block * width, dtype=np.float32)
+        asks = args.rows > unasked
+        stretch = chunk if asks else args.depth
         done = 0
         while True:
             item = fetch_add(counter, 0)
@@ -131,37 +142,42 @@ def build_linear(element: type, epilogue: str):
             for first in range(group * args.rows_per_item, group_end, block):
                 end = min(group_end, first + block)
                 start = first * args.out_row + panel * width if direct else 0
-                for k in range(0, args.depth, chunk):
-                    depth, more = min(chunk, args.depth - k), k + (direct and add)
+                for k in range(0, args.depth, stretch):
+                    depth, more = min(stretch, args.depth - k), k + (direct and add)
                     at = (panel * args.depth + k) * width
                     # Asked for meanwhile: the chunk that follows, or the panel that is to be taken next.
                     coming = at + depth * width
                     if k + depth == args.depth:
                         coming = counter[0] % args.panels * args.depth * width
                     pace = step_bytes / (end - first)
-                    if args.rows <= unasked:
-                        coming, pace = at, 0.0
                     row = first
                     while row < end:
                         to, source, left = start + (row - first) * row_size, row * args.a_row + k, end - row
                         ask = coming + (row - first) * depth * width // (end - first)
-                        if left >= most:
-                            panel_product(
+                        if not asks:
+                            if left >= 2:
+                                panel_product(sums, to, row_size, more, a, source, args.a_row, weight, at, depth, 2)
+                                row += 2
+                            else:
+                                panel_product(sums, to, row_size, more, a, source, args.a_row, weight, at, depth, 1)
+                                row += 1
+                        elif left >= most:
+                            asking_panel_product(
                                 sums, to, row_size, more, a, source, args.a_row, weight, at, depth, ask, pace, most
                             )
                             row += most
                         elif left >= some:
-                            panel_product(
+                            asking_panel_product(
                                 sums, to, row_size, more, a, source, args.a_row, weight, at, depth, ask, pace, some
                             )
                             row += some
                         elif left >= 2:
-                            panel_product(
+                            asking_panel_product(
                                 sums, to, row_size, more, a, source, args.a_row, weight, at, depth, ask, pace, 2
                             )
                             row += 2
                         else:
-                            panel_product(
+                            asking_panel_product(
                                 sums, to, row_size, more, a, source, args.a_row, weight, at, depth, ask, pace, 1
                             )
                             row += 1

@@ -123,7 +123,7 @@ def build_prefill(head_dim: int, element: type):
                         continue
                     for i in range(0, span, PANEL_OUTPUTS):
                         from_q, to = row * dim, row * tile + i
-                        panel_product(s, to, tile, 0, query, from_q, dim, keys, i * dim, dim, i * dim, 0.0, ROWS)
+                        panel_product(s, to, tile, 0, query, from_q, dim, keys, i * dim, dim, ROWS)
                     blocks = (span + LANES - 1) // LANES
                     for r in range(row, row + ROWS):
                         position = pos0 + min(r, rows - 1) // per_token - t0
@@ -137,7 +137,7 @@ def build_prefill(head_dim: int, element: type):
                     depth = (span + step - 1) // step * step
                     for i in range(0, width, PANEL_OUTPUTS):
                         from_p, to, at = row * tile, row * width + i, i * tile
-                        panel_product(o, to, width, 1, p, from_p, tile, values, at, depth, at, 0.0, ROWS)
+                        panel_product(o, to, width, 1, p, from_p, tile, values, at, depth, ROWS)
             for r in range(rows):
                 q_head = head * per_token + r % per_token
                 inverse = np.float32(0.0) if norm[r] == 0.0 else np.float32(1.0) / norm[r]

@@ -51,66 +51,93 @@ def _cast(emit, data, offset, kind):
 
 
 @intrinsic(prefer_literal=True)
-def panel_product(typingctx, c, c_off, c_row, more, a, a_off, a_row, panel, panel_off, depth, next_off, pace, rows):
+def panel_product(typingctx, c, c_off, c_row, more, a, a_off, a_row, panel, panel_off, depth, rows):
     """c[r, :] = sum over k of a[r, k] * panel[k, :], for `rows` rows (a literal of ROW_BLOCKS); added to what is in c
     if `more`.
-
-    Meanwhile the weights from next_off on are asked for: per row and step along k `pace` bytes of them, float64.
 
     c: float32, rows of PANEL_OUTPUTS `c_row` elements apart at c_off. a: rows `a_row` elements apart. panel: one packed
     panel. Offsets and strides count elements of their array: float32, or uint16 for bfloat16 bits; depth, even for the
     latter, counts elements along k.
     """
     count = _literal(rows, "rows")
-    half = a.dtype == types.uint16
 
     def codegen(context, builder, sig, args):
-        emit = _Emit(context, builder)
-        out = emit.base(sig.args[0], args[0])
-        element = _I32 if half else _F32
-        step = 2 if half else 1
-        activations, panels = emit.base(sig.args[4], args[4])[0], emit.base(sig.args[7], args[7])[0]
-        rows_at = _cast(emit, activations, args[5], element)
-        weights = _cast(emit, panels, args[8], ir.VectorType(element, _LANES))
-        steps = builder.sdiv(args[9], emit.i64(step))
-        row_steps = builder.sdiv(args[6], emit.i64(step))
-        starts = [builder.gep(rows_at, [builder.mul(row_steps, emit.i64(r))]) for r in range(count)]
-        c_rows = [builder.add(args[1], builder.mul(args[2], emit.i64(r))) for r in range(count)]
-        zero, more = emit.const(0.0, _LANES), builder.icmp_signed("!=", args[3], emit.i64(0))
+        _emit_product(_Emit(context, builder), sig.args, args, count)
+        return context.get_dummy_value()
 
-        blocks = _register_blocks(count, half)
-        coming = _cast(emit, panels, args[10], ir.IntType(8))
-        share = builder.fmul(args[11], ir.Constant(args[11].type, count / len(blocks)))
-        stride = builder.add(builder.fptosi(share, _I64), emit.i64(1))
+    n = types.int64
+    return types.void(c, n, n, n, a, n, n, panel, n, n, rows), codegen
 
-        def block(index, rows, vectors):
-            first = builder.mul(builder.mul(stride, steps), emit.i64(index))
 
-            def body(k, acc):
-                at = builder.mul(k, emit.i64(2))
-                pair = [builder.load(builder.gep(weights, [emit.at(at, i)]), align=4) for i in vectors]
-                for line in range(2 if len(blocks) == 1 else 1):
-                    place = builder.add(first, builder.mul(stride, k))
-                    emit.prefetch(builder.gep(coming, [emit.at(place, line * _LINE_BYTES)]))
-                new = []
-                for r in rows:
-                    scalar = emit.splat(builder.load(builder.gep(starts[r], [k]), align=4), _LANES)
-                    for weight in pair:
-                        multiply = emit.pair_products if half else emit.fma
-                        new.append(multiply(weight, scalar, acc[len(new)]))
-                return new
+@intrinsic(prefer_literal=True)
+def asking_panel_product(
+    typingctx, c, c_off, c_row, more, a, a_off, a_row, panel, panel_off, depth, next_off, pace, rows
+):
+    """`panel_product` that meanwhile asks for the weights from next_off on: per row and step along k `pace` bytes of
+    them, float64. Where the core finds what comes next by itself, that takes loads for nothing."""
+    count = _literal(rows, "rows")
 
-            places = [emit.at(c_rows[r], i * _LANES) for r in rows for i in vectors]
-            start = [builder.select(more, emit.load(out, place, _LANES), zero) for place in places]
-            for place, vec in zip(places, emit.loop(steps, start, body), strict=True):
-                emit.store(out, place, vec, _LANES)
-
-        for index, (rows, vectors) in enumerate(blocks):
-            block(index, rows, vectors)
+    def codegen(context, builder, sig, args):
+        _emit_product(_Emit(context, builder), sig.args, args, count, coming=(args[10], args[11]))
         return context.get_dummy_value()
 
     n = types.int64
     return types.void(c, n, n, n, a, n, n, panel, n, n, n, types.float64, rows), codegen
+
+
+def _emit_product(emit, kinds, args, count, coming=None):
+    """The code of a product of `count` rows; `coming`: offset and pace of what is asked for."""
+    builder, half = emit.b, kinds[4].dtype == types.uint16
+    out = emit.base(kinds[0], args[0])
+    element = _I32 if half else _F32
+    step = 2 if half else 1
+    activations, panels = emit.base(kinds[4], args[4])[0], emit.base(kinds[7], args[7])[0]
+    rows_at = _cast(emit, activations, args[5], element)
+    weights = _cast(emit, panels, args[8], ir.VectorType(element, _LANES))
+    steps = builder.sdiv(args[9], emit.i64(step))
+    row_steps = builder.sdiv(args[6], emit.i64(step))
+    starts = [builder.gep(rows_at, [builder.mul(row_steps, emit.i64(r))]) for r in range(count)]
+    c_rows = [builder.add(args[1], builder.mul(args[2], emit.i64(r))) for r in range(count)]
+    zero, more = emit.const(0.0, _LANES), builder.icmp_signed("!=", args[3], emit.i64(0))
+    blocks = _register_blocks(count, half)
+    ask = _asking(emit, panels, *coming, steps, count, len(blocks)) if coming else None
+
+    def block(index, rows, vectors):
+        def body(k, acc):
+            at = builder.mul(k, emit.i64(2))
+            pair = [builder.load(builder.gep(weights, [emit.at(at, i)]), align=4) for i in vectors]
+            if ask:
+                ask(index, k)
+            new = []
+            for r in rows:
+                scalar = emit.splat(builder.load(builder.gep(starts[r], [k]), align=4), _LANES)
+                for weight in pair:
+                    multiply = emit.pair_products if half else emit.fma
+                    new.append(multiply(weight, scalar, acc[len(new)]))
+            return new
+
+        places = [emit.at(c_rows[r], i * _LANES) for r in rows for i in vectors]
+        start = [builder.select(more, emit.load(out, place, _LANES), zero) for place in places]
+        for place, vec in zip(places, emit.loop(steps, start, body), strict=True):
+            emit.store(out, place, vec, _LANES)
+
+    for index, (rows, vectors) in enumerate(blocks):
+        block(index, rows, vectors)
+
+
+def _asking(emit, panels, next_off, pace, steps, rows, blocks):
+    """What asks for weights in a step: a function of the register block, of so many, and the step along k."""
+    builder = emit.b
+    first = _cast(emit, panels, next_off, ir.IntType(8))
+    share = builder.fmul(pace, ir.Constant(pace.type, rows / blocks))
+    stride = builder.add(builder.fptosi(share, _I64), emit.i64(1))
+
+    def ask(block, k):
+        place = builder.mul(stride, builder.add(builder.mul(steps, emit.i64(block)), k))
+        for line in range(2 if blocks == 1 else 1):
+            emit.prefetch(builder.gep(first, [emit.at(place, line * _LINE_BYTES)]))
+
+    return ask
 
 
 @intrinsic(prefer_literal=True)
