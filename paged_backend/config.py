@@ -65,6 +65,8 @@ class EngineConfig:
         num_kv_blocks: usable blocks of the pool (the null block comes on top); None: from the memory settings.
         gpu_memory_utilization: share of a GPU's memory for weights, activations and KV, in (0, 1].
         kv_cache_memory_bytes: memory of the KV pool in bytes; None on a CPU: a quarter of the free RAM, at most 4 GiB.
+        populate_kv_cache: take all memory of the KV pool from the system when the model loads; a CPU engine otherwise
+            takes it when it is first used.
         max_model_len: longest sequence in tokens; None: the model's context length.
         max_num_seqs: sequences in one step at most; None: 64, or less if `max_num_batched_tokens` is smaller.
         max_num_batched_tokens: tokens in one step at most; None: 512 on a CPU, 2048 on a GPU.
@@ -105,6 +107,7 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
+    populate_kv_cache: bool = False
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -157,13 +160,7 @@ class EngineConfig:
         ):
             _check_int(self, name, low)
         _check_int(self, "num_threads", 1, MAX_THREADS)
-        for name in (
-            "trust_remote_code",
-            "check_integrity",
-            "async_scheduling",
-            "skip_tokenizer_init",
-            "enable_prefix_caching",
-        ):
+        for name in (field.name for field in fields(self) if isinstance(field.default, bool)):
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, f"must be true or false, got {show(getattr(self, name))}")
         _check_strings(self)

@@ -7,7 +7,7 @@ caches are plain views, and one allocation keeps memory accounting exact. Block 
 the tensor directly.
 
 All but the first blocks start uninitialised on purpose: clearing gigabytes would take start-up time, and on a CPU
-would commit memory that may never be used. Kernels read only slots of known tokens, all of which were written before
+would commit memory that may never be used (`populate_kv_cache` asks for that). Kernels read only slots of known tokens, all of which were written before
 (the kernel tests put NaN everywhere else).
 """
 
@@ -27,9 +27,20 @@ DEFAULT_CPU_SHARE = 4
 
 
 def allocate_kv_cache(
-    shape: ModelShape, num_kv_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    shape: ModelShape,
+    num_kv_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    populate: bool = False,
 ) -> torch.Tensor:
     """Allocate the cache for `num_kv_blocks` usable blocks and the null block.
+
+    Args:
+        shape: the model's dimensions.
+        num_kv_blocks, block_size: usable blocks, and tokens to each.
+        dtype, device: of the cache.
+        populate: on a CPU, take all of it from the system now.
 
     Raises:
         ConfigError: there is not that much memory.
@@ -40,7 +51,7 @@ def allocate_kv_cache(
             cache = memory.empty(size, dtype)
             # The system hands out pages of 2 MiB when they are first used. Those that the first request would touch,
             # one per layer for keys and values each, are taken now: it waited 0.6 s for them on a virtual machine.
-            cache[:, :, :2] = 0
+            (cache if populate else cache[:, :, :2]).zero_()
             return cache
         return torch.empty(size, dtype=dtype, device=device)
     except (RuntimeError, MemoryError) as error:

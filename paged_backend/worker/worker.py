@@ -91,7 +91,12 @@ class Worker:
         self.resolved = self._with_blocks(config, partial, model)
         self.num_host_blocks = _host_blocks(self.resolved, self.shape)
         kv_cache = allocate_kv_cache(
-            self.shape, self.resolved.num_kv_blocks, self.resolved.block_size, torch_dtype, self._device
+            self.shape,
+            self.resolved.num_kv_blocks,
+            self.resolved.block_size,
+            torch_dtype,
+            self._device,
+            self.resolved.populate_kv_cache,
         )
         run_dummy(model, kv_cache, num_tokens=2, num_seqs=1, backend=backend)
         if self._device.type == "cpu":

@@ -76,6 +76,8 @@ def test_greedy(params, greedy):
         ("attention_backend", "flash"),
         ("trust_remote_code", True),
         ("trust_remote_code", 0),
+        ("enforce_eager", "false"),
+        ("populate_kv_cache", 1),
         ("model", ""),
         ("model", 3),
         ("tokenizer", 3),

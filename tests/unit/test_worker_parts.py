@@ -123,21 +123,22 @@ def test_cache_layout_is_the_block_formula():
     assert cache[0, 0, 3, 1].is_contiguous()  # a tile
 
 
+def _is_there(block: torch.Tensor) -> bool:
+    """Whether the page of a tensor's first element has been taken from the system."""
+    page, state, libc = mmap.PAGESIZE, (ctypes.c_ubyte * 1)(), ctypes.CDLL(None, use_errno=True)
+    address = block.data_ptr() // page * page
+    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(page), state) == 0
+    return bool(state[0] & 1)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="mincore as Linux has it")
-def test_the_first_request_waits_for_no_memory():
-    """The first blocks of every layer are there already, the rest of a large cache is not."""
-    cache = allocate_kv_cache(SHAPE, 1 << 14, 16, torch.float32, torch.device("cpu"))
-    page, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
-
-    def is_there(block: torch.Tensor) -> bool:
-        state = (ctypes.c_ubyte * 1)()
-        address = block.data_ptr() // page * page
-        assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(page), state) == 0
-        return bool(state[0] & 1)
-
+@pytest.mark.parametrize("populate", [False, True])
+def test_the_first_request_waits_for_no_memory(populate):
+    """The first blocks of every layer are there already, the rest of a large cache only if asked for."""
+    cache = allocate_kv_cache(SHAPE, 1 << 14, 16, torch.float32, torch.device("cpu"), populate)
     places = [(layer, part) for layer in range(SHAPE.num_layers) for part in range(2)]
-    assert all(is_there(cache[place][1]) for place in places)
-    assert not any(is_there(cache[place][-2048]) for place in places)
+    assert all(_is_there(cache[place][1]) for place in places)
+    assert {_is_there(cache[place][-2048]) for place in places} == {populate}
 
 
 def test_impossible_allocation():
