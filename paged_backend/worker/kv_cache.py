@@ -7,8 +7,8 @@ caches are plain views, and one allocation keeps memory accounting exact. Block 
 the tensor directly.
 
 All but the first blocks start uninitialised on purpose: clearing gigabytes would take start-up time, and on a CPU
-would commit memory that may never be used (`populate_kv_cache` asks for that). Kernels read only slots of known tokens, all of which were written before
-(the kernel tests put NaN everywhere else).
+would commit memory that may never be used (`populate_kv_cache` asks for that). Kernels read only slots of known tokens,
+all of which were written before (the kernel tests put NaN everywhere else).
 """
 
 from __future__ import annotations
