@@ -25,7 +25,7 @@ def engine_arguments(options: Options) -> dict[str, object]:
         "num_threads": options.threads,
         "block_size": BLOCK_SIZE,
         "num_kv_blocks": options.kv_tokens // BLOCK_SIZE,
-        # As peers do. Some virtual machines give memory so late that first uses would be a tenth of W1.
+        # As vLLM does. Some virtual machines give memory so late that first uses would be a tenth of W1.
         "populate_kv_cache": True,
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": MAX_NUM_SEQS,
