@@ -28,7 +28,7 @@ from paged_kernels.cpu.decode import (
     plan_decode,
     softmax_scale,
 )
-from paged_kernels.cpu.linear import LINEAR_ARGUMENTS, PackedLinear, build_linear
+from paged_kernels.cpu.linear import LINEAR_ARGUMENTS, PackedLinear, build_linear, readable_rows
 from paged_kernels.cpu.memory import Arena
 from paged_kernels.cpu.prefill import PREFILL_ARGUMENTS, build_prefill, plan_prefill
 from paged_kernels.cpu.rows import (
@@ -296,7 +296,7 @@ class CpuDecoder:
         """Point the head at hidden states, and at new logits if there are not as many as the last time."""
         if count != self._num_logits:
             self._logits, self._num_logits = torch.empty(count, self.config.vocab_size), count
-            normed = torch.empty(count, self.config.hidden_size, dtype=self._dtype)
+            normed = torch.empty(readable_rows(count), self.config.hidden_size, dtype=self._dtype)
             self._last_norm.set(out=normed, rows=count)
             rows_per_item, _ = self._head.plan(count)
             self._last_linear.set(a=normed, out=self._logits, rows=count, rows_per_item=rows_per_item)
@@ -363,6 +363,7 @@ class _Buffers:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, tokens: int) -> None:
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        tokens = readable_rows(tokens)
         self.residual = torch.empty(tokens, config.hidden_size)
         self.normed = torch.empty(tokens, config.hidden_size, dtype=dtype)
         self.qkv = torch.empty(tokens, (heads + 2 * kv_heads) * dim)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paged_kernels.cpu import micro
-from paged_kernels.cpu.linear import LINEAR_ARGUMENTS, PackedLinear, build_linear
+from paged_kernels.cpu.linear import LINEAR_ARGUMENTS, PackedLinear, build_linear, readable_rows
 from paged_kernels.cpu.runtime import element_type, launch
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -16,13 +16,16 @@ def _run(
     packed: PackedLinear, a: torch.Tensor, out: torch.Tensor, epilogue: str, threads: int = 1, build=build_linear
 ) -> torch.Tensor:
     rows_per_item, items = packed.plan(len(a))
+    # What fills up the last tile must not matter.
+    padded = torch.full((readable_rows(len(a)), a.shape[1]), float("nan"), dtype=a.dtype)
+    padded[: len(a)] = a
     record = LINEAR_ARGUMENTS.pack(
         **packed.fields(),
-        a=a,
+        a=padded,
         out=out,
         rows=len(a),
         rows_per_item=rows_per_item,
-        a_row=a.stride(0),
+        a_row=padded.stride(0),
         out_row=out.stride(0),
     )
     launch(build(element_type(a.dtype), epilogue), record, items, threads)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numba import carray
 
+from paged_kernels.cpu.amx import TILE_ROWS, has_tiles
 from paged_kernels.cpu.memory import Arena
 from paged_kernels.cpu.micro import code_tag, has_wide_registers, load_row
 from paged_kernels.cpu.primitives import fetch_add, pointer
@@ -28,6 +29,7 @@ from paged_kernels.cpu.products import (
     panel_product,
 )
 from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel
+from paged_kernels.cpu.tile_linear import build_tile_linear
 
 LINEAR_ARGUMENTS = Arguments("a weight bias out", "rows rows_per_item panels depth outputs a_row out_row has_bias")
 EPILOGUES = ("store", "add", "gated")
@@ -93,6 +95,12 @@ class PackedLinear:
         return per_item, -(-rows // per_item) * self.panels
 
 
+def readable_rows(rows: int) -> int:
+    """Rows of activations for which there must be memory if the first `rows` are multiplied: products may go by whole
+    tiles. What is in the others does not matter."""
+    return -(-rows // TILE_ROWS) * TILE_ROWS
+
+
 def _interleaved(weight: torch.Tensor) -> torch.Tensor:
     """[2 * n, depth], gates first, to alternating groups of 16 gates and 16 of the others, padded to whole groups."""
     count, depth = weight.shape[0] // 2, weight.shape[1]
@@ -104,8 +112,10 @@ def _interleaved(weight: torch.Tensor) -> torch.Tensor:
 
 @cache
 def build_linear(element: type, epilogue: str):
-    """The kernel for one type of weights and activations and one of EPILOGUES. Longer than a screen because the sizes
-    must reach the intrinsics as literals of one function."""
+    """The kernel for one type of weights and activations and one of EPILOGUES; activations: see `readable_rows`.
+    Longer than a screen because the sizes must reach the intrinsics as literals of one function."""
+    if element is np.uint16 and has_tiles():
+        return build_tile_linear(epilogue, LINEAR_ARGUMENTS)
     tag, width, half, step_bytes = TAG + code_tag(), PANEL_OUTPUTS, _HALF, PANEL_STEP_BYTES
     (most, some), block_rows = ROW_BLOCKS[:2], _BLOCK_ROWS
     chunk = _CHUNK_BYTES // (PANEL_OUTPUTS * np.dtype(element).itemsize)
