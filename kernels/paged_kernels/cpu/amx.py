@@ -1,9 +1,9 @@
 """Products of bfloat16 rows with a packed panel of weights on AMX, emitted as LLVM IR.
 
 AMX multiplies tiles: 16 rows of 32 activations with 16 rows of pairs of weights of 16 outputs, which is the layout of
-`products`' panels. Of its eight tiles four hold the float32 sums of 32 rows by 32 outputs, two activations, two weights.
-A row's sum goes along k in order, 32 at a time, so its bits do not depend on the other rows. Knows nothing of threads or
-models; `tile_linear.py` calls it.
+`products`' panels. Of its eight tiles four hold the float32 sums of 32 rows by 32 outputs, two hold activations, two
+weights. A row's sum goes along k in order, 32 at a time, so its bits do not depend on the other rows. Knows nothing of
+threads or models; `tile_linear.py` calls it.
 """
 
 import ctypes
@@ -123,15 +123,15 @@ def tile_product(typingctx, c, c_off, a, a_off, a_row, panel, panel_off, depth, 
 
         def body(step, _):
             done = builder.mul(step, emit.i64(step_bytes))
-            for j in range(2):
-                place = builder.gep(weights, [emit.at(done, j * _ROW_BYTES)])
-                load(_FIRST_WEIGHTS + j, place, emit.i64(2 * _ROW_BYTES))
             for i in range(high):
                 start = builder.gep(activations, [builder.mul(row_bytes, emit.i64(i * TILE_ROWS))])
                 load(_FIRST_ACTIVATIONS + i, builder.gep(start, [builder.mul(step, emit.i64(_ROW_BYTES))]), row_bytes)
-            for i, j in places:
-                tiles = [_tile(n) for n in (2 * i + j, _FIRST_ACTIVATIONS + i, _FIRST_WEIGHTS + j)]
-                _call(builder, "tdpbf16ps", [_I8] * 3, tiles)
+                for j in range(2):
+                    if i == 0:
+                        place = builder.gep(weights, [emit.at(done, j * _ROW_BYTES)])
+                        load(_FIRST_WEIGHTS + j, place, emit.i64(2 * _ROW_BYTES))
+                    tiles = [_tile(n) for n in (2 * i + j, _FIRST_ACTIVATIONS + i, _FIRST_WEIGHTS + j)]
+                    _call(builder, "tdpbf16ps", [_I8] * 3, tiles)
             with builder.if_then(args[9]):
                 ask(done)
             return []

@@ -267,6 +267,23 @@ def copy_row(typingctx, dst, dst_off, src, src_off, head_dim):
     return sig, codegen
 
 
+@intrinsic(prefer_literal=True)
+def add_row(typingctx, dst, dst_off, src, src_off, count):
+    """dst[:count] += src[:count]; both float32."""
+    lanes = _chunks(_literal(count, "count"))
+
+    def codegen(context, builder, sig, args):
+        emit = _Emit(context, builder)
+        to, frm = emit.base(sig.args[0], args[0]), emit.base(sig.args[2], args[2])
+        for at, width in lanes:
+            place = emit.at(args[1], at)
+            vec = builder.fadd(emit.load(to, place, width), emit.load(frm, emit.at(args[3], at), width))
+            emit.store(to, place, vec, width)
+        return context.get_dummy_value()
+
+    return types.void(dst, types.int64, src, types.int64, count), codegen
+
+
 def _rebase(emit, m_old, m_new, width):
     """(the maximum to subtract, the factor for what was summed under m_old); -inf on both sides gives 0."""
     empty = emit.b.fcmp_ordered("==", m_new, emit.const(-math.inf, width))

@@ -12,7 +12,7 @@ import numpy as np
 from numba import carray
 
 from paged_kernels.cpu.amx import AMX_TAG, TILE_DEPTH, TILE_ROWS, configure_tiles, release_tiles, tile_product
-from paged_kernels.cpu.micro import code_tag, load_row
+from paged_kernels.cpu.micro import add_row, code_tag, copy_row, load_row
 from paged_kernels.cpu.primitives import fetch_add, pointer
 from paged_kernels.cpu.products import PANEL_OUTPUTS, gate, panel_product
 from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel
@@ -25,7 +25,8 @@ _BLOCK_ROWS = 256  # whose sums are kept apart at once
 def build_tile_linear(epilogue: str, arguments: Arguments):
     """The kernel for one of `linear.EPILOGUES` and its argument record.
 
-    It reads activations in whole tiles: memory must be there for the rows that fill up the last one.
+    It reads activations in whole tiles: memory must be there for the rows that fill up the last one. Longer than a
+    screen because of what `tile_linear` in it says.
     """
     tag, width, half, high = _TAG + code_tag(), PANEL_OUTPUTS, PANEL_OUTPUTS // 2, TILE_ROWS
     two_high = 2 * TILE_ROWS
@@ -80,8 +81,7 @@ def build_tile_linear(epilogue: str, arguments: Arguments):
                         source = row * args.a_row + whole
                         panel_product(c, at, width, 1, a, source, args.a_row, weight, start + whole * width, left, 1)
                     if args.has_bias:
-                        for i in range(width):
-                            c[at + i] += bias[panel * width + i]
+                        add_row(c, at, bias, panel * width, width)
                     if gated:
                         many = min(half, args.outputs - panel * half)
                         where = row * args.out_row + panel * half
@@ -91,10 +91,15 @@ def build_tile_linear(epilogue: str, arguments: Arguments):
                         else:
                             for i in range(many):
                                 load_row(out, where + i, c, at + i, np.float32(1.0), 1)
-                    else:
-                        many = min(width, args.outputs - panel * width)
-                        where = row * args.out_row + panel * width
+                        continue
+                    many = min(width, args.outputs - panel * width)
+                    where = row * args.out_row + panel * width
+                    if many < width:
                         for i in range(many):
                             out[where + i] = c[at + i] + (out[where + i] if add else np.float32(0.0))
+                    elif add:
+                        add_row(out, where, c, at, width)
+                    else:
+                        copy_row(out, where, c, at, width)
 
     return compile_kernel(tile_linear, arguments)
