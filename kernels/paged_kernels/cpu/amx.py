@@ -3,7 +3,7 @@
 AMX multiplies tiles: 16 rows of 32 activations with 16 rows of pairs of weights of 16 outputs, which is the layout of
 `products`' panels. Of its eight tiles four hold the float32 sums of 32 rows by 32 outputs, two hold activations, two
 weights. A row's sum goes along k in order, 32 at a time, so its bits do not depend on the other rows. Knows nothing of
-threads or models; `tile_linear.py` calls it.
+threads or models; `tile_linear.py` and `prefill.py` call it.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 
 from paged_kernels.cpu import micro
 from paged_kernels.cpu.micro import _Emit, _literal
-from paged_kernels.cpu.products import PANEL_OUTPUTS, TAG
+from paged_kernels.cpu.products import PANEL_OUTPUTS, TAG, _emit_product
 
 TILE_ROWS = 16
 """Rows of a tile of activations or sums."""
@@ -35,6 +35,7 @@ _ROW_BYTES = 64
 # Palette 1, no row to start from, then for each of 16 tiles the bytes of its rows, then their number; 8 tiles exist.
 _CONFIG = struct.pack("<BB14x16H16B", 1, 0, *([_ROW_BYTES] * 8 + [0] * 8), *([TILE_ROWS] * 8 + [0] * 8))
 _FIRST_ACTIVATIONS, _FIRST_WEIGHTS = 4, 6
+_COLUMN_BYTES = 2 * PANEL_OUTPUTS  # of a panel, per element along k
 _AHEAD_BYTES = 8 << 10  # how far ahead of their use weights are asked for
 _LINE_BYTES = 64
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
@@ -64,87 +65,129 @@ def _tile(number):
     return ir.Constant(_I8, number)
 
 
-@intrinsic
-def configure_tiles(typingctx):
-    """Give this thread's tiles the shape that `tile_product` needs; until `release_tiles`."""
-
-    def codegen(context, builder, sig, args):
-        kind = ir.ArrayType(_I8, len(_CONFIG))
-        config = cgutils.global_constant(builder.module, "tile_config", ir.Constant(kind, bytearray(_CONFIG)))
-        _call(builder, "ldtilecfg", [_POINTER], [builder.bitcast(config, _POINTER)])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
-
-
-@intrinsic
-def release_tiles(typingctx):
-    """Tell the core and the system that nothing is in the tiles any more, so that nobody saves them."""
-
-    def codegen(context, builder, sig, args):
-        _call(builder, "tilerelease", [], [])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+def _is_whole(rows):
+    """Whether so many rows at a time (a literal) are tiles' and not `panel_product`'s."""
+    return _literal(rows, "rows") % TILE_ROWS == 0
 
 
 @intrinsic(prefer_literal=True)
-def tile_product(typingctx, c, c_off, a, a_off, a_row, panel, panel_off, depth, next_off, asks, rows):
-    """c[r, :] = sum over k of a[r, k] * panel[k, :] for `rows` (a literal, 16 or 32) rows.
+def configure_tiles(typingctx, rows):
+    """Give this thread's tiles the shape that products of so many `rows` need, until `release_tiles`; none if
+    `block_product` takes no tiles for them."""
+    is_whole = _is_whole(rows)
 
-    If `asks`, it asks for weights ahead: those of this panel, then those at next_off.
+    def codegen(context, builder, sig, args):
+        if is_whole:
+            kind = ir.ArrayType(_I8, len(_CONFIG))
+            config = cgutils.global_constant(builder.module, "tile_config", ir.Constant(kind, bytearray(_CONFIG)))
+            _call(builder, "ldtilecfg", [_POINTER], [builder.bitcast(config, _POINTER)])
+        return context.get_dummy_value()
 
-    c: float32, packed rows of PANEL_OUTPUTS at c_off. a: bfloat16 bits, rows `a_row` elements apart at a_off. panel:
-    bfloat16 bits, one packed panel at panel_off. depth: elements along k, a multiple of TILE_DEPTH.
-    """
-    high = _literal(rows, "rows") // TILE_ROWS
+    return types.void(rows), codegen
+
+
+@intrinsic(prefer_literal=True)
+def release_tiles(typingctx, rows):
+    """Tell the core and the system that nothing is in the tiles any more, so that nobody saves them."""
+    is_whole = _is_whole(rows)
+
+    def codegen(context, builder, sig, args):
+        if is_whole:
+            _call(builder, "tilerelease", [], [])
+        return context.get_dummy_value()
+
+    return types.void(rows), codegen
+
+
+@intrinsic(prefer_literal=True)
+def block_product(typingctx, c, c_off, c_row, more, a, a_off, a_row, panel, panel_off, depth, rows):
+    """`panel_product`, by tiles if `rows` (a literal) is 16 or 32; depth is then a multiple of TILE_DEPTH."""
+    count, is_whole = _literal(rows, "rows"), _is_whole(rows)
 
     def codegen(context, builder, sig, args):
         emit = _Emit(context, builder)
-        sums, activations, weights = (
-            builder.bitcast(builder.gep(emit.base(sig.args[i], args[i])[0], [args[i + 1]]), _POINTER) for i in (0, 2, 5)
-        )
-        following = builder.bitcast(builder.gep(emit.base(sig.args[5], args[5])[0], [args[8]]), _POINTER)
-        row_bytes = builder.mul(args[4], emit.i64(2))
-        panel_bytes = builder.mul(args[7], emit.i64(2 * PANEL_OUTPUTS))
-        step_bytes = 2 * PANEL_OUTPUTS * TILE_DEPTH
-        places = [(i, j) for i in range(high) for j in range(2)]
-
-        def load(tile, place, stride):
-            _call(builder, "tileloadd64", [_I8, _POINTER, _I64], [_tile(tile), place, stride])
-
-        def ask(done):
-            ahead = builder.add(done, emit.i64(_AHEAD_BYTES))
-            left = builder.sub(ahead, panel_bytes)
-            here = builder.icmp_signed("<", left, emit.i64(0))
-            place = builder.select(here, builder.gep(weights, [ahead]), builder.gep(following, [left]))
-            for line in range(step_bytes // _LINE_BYTES):
-                emit.prefetch(builder.gep(place, [emit.i64(line * _LINE_BYTES)]))
-
-        def body(step, _):
-            done = builder.mul(step, emit.i64(step_bytes))
-            for i in range(high):
-                start = builder.gep(activations, [builder.mul(row_bytes, emit.i64(i * TILE_ROWS))])
-                load(_FIRST_ACTIVATIONS + i, builder.gep(start, [builder.mul(step, emit.i64(_ROW_BYTES))]), row_bytes)
-                for j in range(2):
-                    if i == 0:
-                        place = builder.gep(weights, [emit.at(done, j * _ROW_BYTES)])
-                        load(_FIRST_WEIGHTS + j, place, emit.i64(2 * _ROW_BYTES))
-                    tiles = [_tile(n) for n in (2 * i + j, _FIRST_ACTIVATIONS + i, _FIRST_WEIGHTS + j)]
-                    _call(builder, "tdpbf16ps", [_I8] * 3, tiles)
-            with builder.if_then(args[9]):
-                ask(done)
-            return []
-
-        for i, j in places:
-            _call(builder, "tilezero", [_I8], [_tile(2 * i + j)])
-        emit.loop(builder.sdiv(args[7], emit.i64(TILE_DEPTH)), [], body)
-        stride = 4 * PANEL_OUTPUTS
-        for i, j in places:
-            place = builder.gep(sums, [emit.i64(i * TILE_ROWS * stride + j * _ROW_BYTES)])
-            values = [_tile(2 * i + j), place, emit.i64(stride)]
-            _call(builder, "tilestored64", [_I8, _POINTER, _I64], values)
+        (_emit_tiles if is_whole else _emit_product)(emit, sig.args, args, count)
         return context.get_dummy_value()
 
     n = types.int64
-    return types.void(c, n, a, n, n, panel, n, n, n, types.boolean, rows), codegen
+    return types.void(c, n, n, n, a, n, n, panel, n, n, rows), codegen
+
+
+@intrinsic(prefer_literal=True)
+def asking_tile_product(
+    typingctx, c, c_off, c_row, more, a, a_off, a_row, panel, panel_off, depth, next_off, asks, rows
+):
+    """`block_product` by tiles that, if `asks`, asks for weights ahead: those of this panel, then those at next_off."""
+    count = _literal(rows, "rows")
+
+    def codegen(context, builder, sig, args):
+        _emit_tiles(_Emit(context, builder), sig.args, args, count, coming=(args[10], args[11]))
+        return context.get_dummy_value()
+
+    n = types.int64
+    return types.void(c, n, n, n, a, n, n, panel, n, n, n, types.boolean, rows), codegen
+
+
+def _emit_tiles(emit, kinds, args, count, coming=None):
+    """The code of a product of `count` rows, 16 or 32; `coming`: offset of what is asked for, and whether."""
+    builder, high = emit.b, count // TILE_ROWS
+
+    def start(array, offset):
+        return builder.bitcast(builder.gep(emit.base(kinds[array], args[array])[0], [offset]), _POINTER)
+
+    sums, activations, weights = start(0, args[1]), start(4, args[5]), start(7, args[8])
+    sum_bytes, row_bytes = builder.mul(args[2], emit.i64(4)), builder.mul(args[6], emit.i64(2))
+    ask = _asking(emit, weights, start(7, coming[0]), builder.mul(args[9], emit.i64(_COLUMN_BYTES))) if coming else None
+    places = [(i, j) for i in range(high) for j in range(2)]
+
+    def tile_row(base, stride, i):
+        return builder.gep(base, [builder.mul(stride, emit.i64(i * TILE_ROWS))])
+
+    def load(tile, place, stride):
+        _call(builder, "tileloadd64", [_I8, _POINTER, _I64], [_tile(tile), place, stride])
+
+    def body(step, _):
+        done = builder.mul(step, emit.i64(_COLUMN_BYTES * TILE_DEPTH))
+        for i in range(high):
+            row = tile_row(activations, row_bytes, i)
+            load(_FIRST_ACTIVATIONS + i, builder.gep(row, [builder.mul(step, emit.i64(_ROW_BYTES))]), row_bytes)
+            for j in range(2):
+                if i == 0:
+                    place = builder.gep(weights, [emit.at(done, j * _ROW_BYTES)])
+                    load(_FIRST_WEIGHTS + j, place, emit.i64(2 * _ROW_BYTES))
+                tiles = [_tile(n) for n in (2 * i + j, _FIRST_ACTIVATIONS + i, _FIRST_WEIGHTS + j)]
+                _call(builder, "tdpbf16ps", [_I8] * 3, tiles)
+        if ask:
+            with builder.if_then(coming[1]):
+                ask(done)
+        return []
+
+    def place_of(i, j):
+        return builder.gep(tile_row(sums, sum_bytes, i), [emit.i64(j * _ROW_BYTES)])
+
+    with builder.if_else(builder.icmp_signed("!=", args[3], emit.i64(0))) as (added, fresh):
+        with added:
+            for i, j in places:
+                load(2 * i + j, place_of(i, j), sum_bytes)
+        with fresh:
+            for i, j in places:
+                _call(builder, "tilezero", [_I8], [_tile(2 * i + j)])
+    emit.loop(builder.sdiv(args[9], emit.i64(TILE_DEPTH)), [], body)
+    for i, j in places:
+        values = [_tile(2 * i + j), place_of(i, j), sum_bytes]
+        _call(builder, "tilestored64", [_I8, _POINTER, _I64], values)
+
+
+def _asking(emit, weights, following, panel_bytes):
+    """What asks for weights in a step along k: a function of the bytes of the panel before it."""
+    builder = emit.b
+
+    def ask(done):
+        ahead = builder.add(done, emit.i64(_AHEAD_BYTES))
+        left = builder.sub(ahead, panel_bytes)
+        here = builder.icmp_signed("<", left, emit.i64(0))
+        place = builder.select(here, builder.gep(weights, [ahead]), builder.gep(following, [left]))
+        for line in range(_COLUMN_BYTES * TILE_DEPTH // _LINE_BYTES):
+            emit.prefetch(builder.gep(place, [emit.i64(line * _LINE_BYTES)]))
+
+    return ask

@@ -20,15 +20,24 @@ import numpy as np
 import torch
 from numba import carray
 
+from paged_kernels.cpu.amx import (
+    AMX_TAG,
+    TILE_DEPTH,
+    TILE_ROWS,
+    block_product,
+    configure_tiles,
+    has_tiles,
+    release_tiles,
+)
 from paged_kernels.cpu.decode import attention_fields, softmax_scale
 from paged_kernels.cpu.micro import code_tag, copy_row, load_row, row_softmax
 from paged_kernels.cpu.primitives import fetch_add, pointer
-from paged_kernels.cpu.products import PANEL_OUTPUTS, ROW_BLOCKS, panel_product
+from paged_kernels.cpu.products import PANEL_OUTPUTS, ROW_BLOCKS
 from paged_kernels.cpu.runtime import UNBOUNDED, Arguments, compile_kernel, element_type, launch, thread_count
 from paged_kernels.cpu.tiles import LANES, TILE_TAG, look_up, pack_keys, pack_values
 
 ROWS = ROW_BLOCKS[0]
-"""Query rows multiplied at a time."""
+"""Query rows multiplied at a time, without AMX."""
 
 _ITEM_ROWS = 64  # query rows per item; fewer when that would leave threads idle
 _PARALLEL_PRODUCTS = 1 << 20  # multiply-adds per product; below this, waking threads costs more than the work
@@ -48,8 +57,11 @@ def _key_tile(head_dim: int) -> int:
 @cache
 def build_prefill(head_dim: int, element: type):
     """The kernel for one head size. Longer than a screen because of what `prefill` in it says."""
-    tag, dim, tile = TILE_TAG + code_tag(), head_dim, _key_tile(head_dim)
+    tag, dim, tile = TILE_TAG + AMX_TAG + code_tag(), head_dim, _key_tile(head_dim)
     width, step = -(-head_dim // PANEL_OUTPUTS) * PANEL_OUTPUTS, 1 if element is np.float32 else 2
+    by_tiles = element is np.uint16 and head_dim % TILE_DEPTH == 0 and has_tiles()
+    # Query rows multiplied at a time; tokens that scores and weighted sums are computed for go by whole ones of these.
+    most, score_unit, sum_unit = (TILE_ROWS, TILE_DEPTH, TILE_DEPTH) if by_tiles else (ROWS, LANES, step)
 
     def prefill(arguments, taken, items):
         """Longer than a screen because the sizes must reach the intrinsics as literals of one function: numba's
@@ -67,7 +79,7 @@ def build_prefill(head_dim: int, element: type):
         tile_at = carray(pointer(args.tile_at), args.tiles, np.int32)
         counter = carray(taken, 1)
         heads, per_token = args.heads, args.group
-        height = (args.tokens_per_tile * per_token + ROWS - 1) // ROWS * ROWS
+        height = (args.tokens_per_tile * per_token + most - 1) // most * most
         query = np.zeros(height * dim, dtype=element)
         keys = np.zeros(tile * dim, dtype=element)
         values = np.zeros(tile * width, dtype=element)
@@ -79,10 +91,12 @@ def build_prefill(head_dim: int, element: type):
         alpha = np.empty(height, dtype=np.float32)
         k_at = np.empty(tile + LANES, dtype=np.int64)
         v_at = np.empty(tile + LANES, dtype=np.int64)
+        configure_tiles(most)
         done = 0
         while True:
             item = fetch_add(counter, 0)
             if item >= items:
+                release_tiles(most)
                 return done
             done += 1
             # The last tiles see the longest contexts: taking them first evens out the finish.
@@ -114,18 +128,18 @@ def build_prefill(head_dim: int, element: type):
                 for i in range(0, stop, LANES):
                     half = i % PANEL_OUTPUTS
                     pack_keys(keys, (i - half) * dim + half * step, kc, k_at, i, dim)
-                for i in range(0, stop, step):
+                for i in range(0, (stop + sum_unit - 1) // sum_unit * sum_unit, step):
                     pack_values(values, i * PANEL_OUTPUTS, tile * PANEL_OUTPUTS, vc, v_at, i, dim)
-                for row in range(0, rows, ROWS):
-                    last = min(rows, row + ROWS) - 1
+                for row in range(0, rows, most):
+                    last = min(rows, row + most) - 1
                     span = min(stop, pos0 + last // per_token + 1 - t0)
                     if span <= 0 or t0 + tile <= pos0 + row // per_token - args.window + 1:
                         continue
                     for i in range(0, span, PANEL_OUTPUTS):
                         from_q, to = row * dim, row * tile + i
-                        panel_product(s, to, tile, 0, query, from_q, dim, keys, i * dim, dim, ROWS)
-                    blocks = (span + LANES - 1) // LANES
-                    for r in range(row, row + ROWS):
+                        block_product(s, to, tile, 0, query, from_q, dim, keys, i * dim, dim, most)
+                    blocks = (span + score_unit - 1) // score_unit * (score_unit // LANES)
+                    for r in range(row, row + most):
                         position = pos0 + min(r, rows - 1) // per_token - t0
                         for i in range(max(0, position + 1), blocks * LANES):
                             s[r * tile + i] = -np.inf
@@ -134,10 +148,10 @@ def build_prefill(head_dim: int, element: type):
                         row_softmax(s, r * tile, blocks, args.scale, p, r * tile, top, norm, alpha, r)
                         if alpha[r] != 1.0:
                             load_row(o, r * width, o, r * width, alpha[r], width)
-                    depth = (span + step - 1) // step * step
+                    depth = (span + sum_unit - 1) // sum_unit * sum_unit
                     for i in range(0, width, PANEL_OUTPUTS):
                         from_p, to, at = row * tile, row * width + i, i * tile
-                        panel_product(o, to, width, 1, p, from_p, tile, values, at, depth, ROWS)
+                        block_product(o, to, width, 1, p, from_p, tile, values, at, depth, most)
             for r in range(rows):
                 q_head = head * per_token + r % per_token
                 inverse = np.float32(0.0) if norm[r] == 0.0 else np.float32(1.0) / norm[r]

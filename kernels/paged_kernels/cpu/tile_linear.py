@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numba import carray
 
-from paged_kernels.cpu.amx import AMX_TAG, TILE_DEPTH, TILE_ROWS, configure_tiles, release_tiles, tile_product
+from paged_kernels.cpu.amx import AMX_TAG, TILE_DEPTH, TILE_ROWS, asking_tile_product, configure_tiles, release_tiles
 from paged_kernels.cpu.micro import add_row, code_tag, copy_row, load_row
 from paged_kernels.cpu.primitives import fetch_add, pointer
 from paged_kernels.cpu.products import PANEL_OUTPUTS, gate, panel_product
@@ -47,12 +47,12 @@ def build_tile_linear(epilogue: str, arguments: Arguments):
         c = np.empty(block * width, dtype=np.float32)
         whole = args.depth // tile_depth * tile_depth
         size = args.depth * width
-        configure_tiles()
+        configure_tiles(high)
         done = 0
         while True:
             item = fetch_add(counter, 0)
             if item >= items:
-                release_tiles()
+                release_tiles(high)
                 return done
             done += 1
             group = item // args.panels
@@ -69,10 +69,14 @@ def build_tile_linear(epilogue: str, arguments: Arguments):
                     coming = counter[0] % args.panels * size
                     to, source = (row - first) * width, row * args.a_row
                     if end - row > high:
-                        tile_product(c, to, a, source, args.a_row, weight, start, whole, coming, asks, two_high)
+                        asking_tile_product(
+                            c, to, width, 0, a, source, args.a_row, weight, start, whole, coming, asks, two_high
+                        )
                         row += two_high
                     else:
-                        tile_product(c, to, a, source, args.a_row, weight, start, whole, coming, asks, high)
+                        asking_tile_product(
+                            c, to, width, 0, a, source, args.a_row, weight, start, whole, coming, asks, high
+                        )
                         row += high
                 left = args.depth - whole
                 for row in range(first, end):
