@@ -80,7 +80,7 @@ def test_installed_packages_do_not_bring_a_kernels_package(tmp_path: Path) -> No
     code = (
         "import importlib.util as u, paged_backend, paged_kernels\n"
         "spec = u.find_spec('kernels')\n"
-        # Hugging Face's own may be installed: transformers 5 requires it.
+        # Hugging Face's own may be installed: transformers 5.25 requires it.
         f"print(spec is not None and {str(ROOT / 'kernels')!r} in list(spec.submodule_search_locations))"
     )
     assert run_python(code, tmp_path) == "False"
